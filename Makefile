@@ -42,7 +42,7 @@ test-slow: $(VENV)/.dev
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -m "slow and interpreter" tests/prism
 
 notebooks: $(VENV)/.dev  ## run the notebooks from top to bottom and keep their outputs
-	$(BIN)/python notebooks/execute.py
+	$(ONE_THREAD) $(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
 
 bench: $(VENV)/.dev
 	$(ONE_THREAD) $(BIN)/prism bench
