@@ -1,0 +1,248 @@
+"""What the rows of a run support, in words.
+
+An ingredient is credited only by a contrast: two arms of one task whose configurations differ in exactly one field and
+whose training differs in the learning rate at most. The evidence is the paired difference of test accuracy over the
+seeds that both arms share. Arms that differ in more are compared as mixers, with parameters and state size, and credit
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ablations.statistics import Paired, paired_difference
+
+MARGIN = 0.02
+"""Differences inside +- this share of (ceiling - chance) count as alike."""
+SIGNIFICANCE = 0.05
+
+_ON_ORDER: dict[str, tuple[Any, ...]] = {
+    "activation": ("identity", "tanh", "silu", "gelu"),
+    "anchor": ("none", "token", "shortconv", "state"),
+    "gain": ("one", "sigmoid", "learned"),
+    "residual": ("keep", "subtract"),
+    "residual_start": ("value", "value-anchor"),
+    "refine_keys": ("base", "shared", "own"),
+    "step_gate": ("sigmoid", "two_sigmoid", "raw"),
+    "erase": ("none", "sigmoid", "two_sigmoid", "raw"),
+    "decay": ("none", "sigmoid", "gdn"),
+    "qkv_activation": ("identity", "silu"),
+    "base_write": (False, True),
+    "output_gate": (False, True),
+    "refine_key_norm": (False, True),
+    "qk_norm": (False, True),
+}
+_NAMES = {
+    "n_refine": "the refinement as a whole (writes, anchor and its convolution)",
+    "activation": "the activation phi",
+    "anchor": "the anchor",
+    "anchor_width": "the anchor's width",
+    "gain": "the learned gain",
+    "residual": "subtracting the residual",
+    "refine_keys": "keys of its own for each step",
+    "short_conv": "the short convolution on q, k, v",
+    "mlp_ratio": "the MLP",
+    "output_gate": "the output gate",
+    "erase": "the erase range",
+    "decay": "the decay",
+    "d_model": "the width",
+    "n_layers": "depth",
+}
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Two arms of a task that differ in `field` alone; `arm` has more of it than `against`."""
+
+    task: str
+    field: str
+    arm: str
+    against: str
+    value: Any
+    value_against: Any
+
+    @property
+    def ingredient(self) -> str:
+        """The ingredient in words, with both settings."""
+        name = _NAMES.get(self.field, self.field)
+        return f"{name} ({self.field}: {_plain(self.value)} against {_plain(self.value_against)})"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison: verdict "raises", "lowers", "alike", "open" (not told apart) or "none" (no verdict), and words.
+
+    `field` is empty for a comparison of mixers, which credits no ingredient.
+    """
+
+    task: str
+    arm: str
+    against: str
+    field: str
+    verdict: str
+    difference: Paired | None
+    text: str
+
+
+def contrasts(rows: pd.DataFrame) -> list[Contrast]:
+    """Every pair of arms that differs in one ingredient alone, per task, in the order of the rows."""
+    found = []
+    for task, of_task in _reported(rows).groupby("task", sort=False):
+        configurations = _configurations(of_task)
+        for first, second in combinations(configurations, 2):
+            fields = _differing(configurations[first], configurations[second])
+            if len(fields) != 1 or fields[0].startswith("train."):
+                continue
+            (field,) = fields
+            pair = [(configurations[name][field], name) for name in (first, second)]
+            (low, against), (high, arm) = sorted(pair, key=lambda item: _rank(field, item[0]))
+            found.append(Contrast(str(task), field, arm, against, high, low))
+    return found
+
+
+def findings(rows: pd.DataFrame) -> list[Finding]:
+    """All contrasts of a run, each with its verdict, and where the refinement was credited, who else gets there."""
+    reported = _reported(rows)
+    result = []
+    for contrast in contrasts(rows):
+        of_task = reported[reported["task"] == contrast.task]
+        verdict, difference, words = _judge(of_task, contrast.arm, contrast.against)
+        text = f"{contrast.task}: {contrast.ingredient}: {words}"
+        result.append(
+            Finding(contrast.task, contrast.arm, contrast.against, contrast.field, verdict, difference, text)
+        )
+        if contrast.field == "n_refine" and verdict == "raises":
+            result += _rivals(of_task, contrast)
+    return result
+
+
+def headline(rows: pd.DataFrame) -> list[str]:
+    """One sentence a task: which arms solved it in how many seeds, or that all are alike."""
+    sentences = []
+    for task, of_task in _reported(rows).groupby("task", sort=False):
+        judged = [finding for finding in findings(of_task) if finding.field]
+        solved = _solved_counts(of_task)
+        if judged and all(finding.verdict == "alike" for finding in judged):
+            sentences.append(f"{task}: all arms that differ in one ingredient are alike ({_counts_text(solved)}).")
+        else:
+            sentences.append(f"{task}: seeds that solved it: {_counts_text(solved)}.")
+    return sentences
+
+
+def multiplicity(found: list[Finding]) -> str:
+    """How many verdicts chance alone would hand out among so many comparisons."""
+    judged = sum(finding.verdict != "none" for finding in found)
+    return (
+        f"{judged} comparisons, each at {SIGNIFICANCE:.0%} and not corrected for their number: "
+        f"chance alone would give up to about {judged * SIGNIFICANCE:.1f} 'raises' or 'lowers'."
+    )
+
+
+def _judge(of_task: pd.DataFrame, arm: str, against: str) -> tuple[str, Paired | None, str]:
+    both = of_task.pivot(index="seed", columns="arm", values=["test_accuracy", "status"])
+    pairs = both.dropna(subset=[("status", arm), ("status", against)])
+    if pairs.empty:
+        return "none", None, f"{arm} and {against} share no seed: no verdict."
+    ok = (pairs[("status", arm)] == "ok") & (pairs[("status", against)] == "ok")
+    if not ok.all():
+        return "none", None, f"{(~ok).sum()} of {len(pairs)} pairs of {arm} and {against} failed: no verdict."
+    values = [pairs[("test_accuracy", name)].to_numpy(dtype=float) for name in (arm, against)]
+    difference = paired_difference(*values)
+    n, mean = difference.n, difference.value
+    means = f"{arm} {values[0].mean():.3f}, {against} {values[1].mean():.3f}"
+    if n == 1:
+        return "none", difference, f"{means}; one seed has no interval: no verdict."
+    span = of_task["ceiling"].iloc[0] - of_task["chance"].iloc[0]
+    numbers = (
+        f"{means}; difference {mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}], "
+        f"p = {difference.p_value:.2g}, n = {n} pairs"
+    )
+    if max(abs(difference.low), abs(difference.high)) <= MARGIN * span:
+        return "alike", difference, f"alike ({numbers})."
+    if difference.low > 0 or difference.high < 0:
+        word = "raises" if mean > 0 else "lowers"
+        if difference.p_value <= SIGNIFICANCE:
+            return word, difference, f"{word} accuracy ({numbers})."
+        count = difference.n_higher if mean > 0 else difference.n_lower
+        side = "higher" if mean > 0 else "lower"
+        return "open", difference, f"{side} in {count} of {n} seeds, too few to tell from chance ({numbers})."
+    return "open", difference, f"not told apart ({numbers})."
+
+
+def _rivals(of_task: pd.DataFrame, contrast: Contrast) -> list[Finding]:
+    """Arms without refinement that are not behind the credited arm: what it does, they do by other means."""
+    configurations = _configurations(of_task)
+    sizes = of_task.groupby("arm")[["parameters", "state_size"]].first()
+    result = []
+    for name, configuration in configurations.items():
+        if name == contrast.against or configuration["n_refine"] != 0:
+            continue
+        verdict, difference, words = _judge(of_task, contrast.arm, name)
+        fields = ", ".join(_differing(configurations[contrast.arm], configuration))
+        size = "; ".join(
+            f"{arm} has {int(sizes.loc[arm, 'parameters']):,} parameters and a state of "
+            f"{int(sizes.loc[arm, 'state_size']):,}"
+            for arm in (contrast.arm, name)
+        )
+        tail = {
+            "alike": f" {name} has no refinement: the gap above is not evidence for the rank of the write.",
+            "lowers": f" {name} has no refinement and does better.",
+        }.get(verdict, "")
+        text = f"{contrast.task}: {contrast.arm} against {name} (mixers that differ in {fields}): {words}{tail} {size}."
+        result.append(Finding(contrast.task, contrast.arm, name, "", verdict, difference, text))
+    return result
+
+
+def _reported(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[rows["role"] == "report"]
+
+
+def _configurations(of_task: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """Arm -> its model's fields and, as train.*, its training settings but the learning rate."""
+    found = {}
+    for arm, rows in of_task.groupby("arm", sort=False):
+        if rows["model"].nunique() > 1:
+            raise ValueError(f"rows: expected one configuration of arm {arm!r} a task, got {rows['model'].nunique()}")
+        train = json.loads(rows["train"].iloc[0])
+        train.pop("learning_rate")
+        found[str(arm)] = {
+            **json.loads(rows["model"].iloc[0]),
+            **{f"train.{name}": value for name, value in train.items()},
+        }
+    return found
+
+
+def _differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    return [field for field in first if first[field] != second[field]]
+
+
+def _rank(field: str, value: Any) -> float:
+    """Position of a setting from "without" to "with"."""
+    order = _ON_ORDER.get(field)
+    if order is not None and value in order:
+        return order.index(value)
+    return float(value) if isinstance(value, (bool, int, float)) else 0.0
+
+
+def _solved_counts(of_task: pd.DataFrame) -> dict[str, tuple[int, int]]:
+    from ablations.statistics import solved
+
+    counts = {}
+    for arm, rows in of_task.groupby("arm", sort=False):
+        columns = [rows[name].to_numpy(dtype=float) for name in ("test_accuracy", "chance", "ceiling")]
+        counts[str(arm)] = int(np.sum(solved(*columns))), len(rows)
+    return counts
+
+
+def _counts_text(counts: dict[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{arm} {hits} of {n}" for arm, (hits, n) in counts.items())
+
+
+def _plain(value: Any) -> str:
+    return str(value)

@@ -1,0 +1,180 @@
+"""Many independent models of one configuration as one batched model.
+
+All parameters of all members live in one buffer [M, P] (member, parameter): the forward is a vmap of
+`functional_call` over views of it, the gradient of the summed losses comes back as one [M, P] tensor, and the
+optimiser, the clipping and the weight decay are a handful of operations whatever the depth of the model. A member
+never sees another member's numbers, so it equals the same model trained alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.func import functional_call, stack_module_state, vmap
+
+from prism import PrismConfig, PrismModel
+from prism.scan import resolve_backend
+
+IGNORED = -100
+
+
+class Ensemble:
+    """M models `PrismModel(config, seed=s)`, one per seed, stacked.
+
+    flat: [M, P] the parameters of all members, a leaf that requires a gradient.
+    decays: [P] 0 or 1: whether weight decay applies (parameters marked `_no_weight_decay` are exempt).
+    """
+
+    def __init__(
+        self,
+        config: PrismConfig,
+        seeds: Sequence[int],
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if not seeds:
+            raise ValueError("seeds: expected at least one seed, got none")
+        self.config, self.seeds, self.device = config, tuple(seeds), torch.device(device)
+        models = [PrismModel(config, seed=seed).to(dtype) for seed in self.seeds]
+        stacked, buffers = stack_module_state(models)
+        self._names = list(stacked)
+        self._shapes = [stacked[name].shape for name in self._names]
+        self._sizes = [shape[1:].numel() for shape in self._shapes]
+        self._buffers = {name: buffer.to(self.device) for name, buffer in buffers.items()}
+        members = len(self.seeds)
+        flat = torch.cat([stacked[name].detach().reshape(members, -1) for name in self._names], dim=1)
+        self.flat: Float[Tensor, "M P"] = flat.to(self.device).requires_grad_()
+        own = dict(models[0].named_parameters())
+        exempt = [getattr(own[name], "_no_weight_decay", False) for name in self._names]
+        self.decays: Float[Tensor, " P"] = torch.cat(
+            [torch.full((size,), 0.0 if skip else 1.0, dtype=dtype) for size, skip in zip(self._sizes, exempt, strict=True)]
+        ).to(self.device)
+        self._skeleton = copy.deepcopy(models[0]).to("meta")
+        # In place of buffers that every member shares, so that an exported member is complete.
+        self._prototype = models[0]
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    @property
+    def n_parameters(self) -> int:
+        """Trainable scalars of one member."""
+        return self.flat.shape[1]
+
+    @property
+    def scan_backend(self) -> str:
+        """The scan backend that runs on this device and dtype ("serial": the state anchor, which no scan can run)."""
+        return scan_backend(self.config, self.device, self.flat.dtype)
+
+    def __call__(self, tokens: Int[Tensor, "M B T"]) -> Float[Tensor, "M B T vocabulary"]:
+        """Logits of every member on its own tokens."""
+        return vmap(self._forward_one)(self.parameters(), self._buffers, tokens)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Name -> stacked parameter [M, ...], views of `flat`."""
+        # One split for all: its backward is a single concatenation.
+        pieces = self.flat.split(self._sizes, dim=1)
+        named = zip(self._names, pieces, self._shapes, strict=True)
+        return {name: piece.reshape(shape) for name, piece, shape in named}
+
+    def member(self, index: int) -> PrismModel:
+        """A copy of one member as a PrismModel on the CPU."""
+        model = copy.deepcopy(self._prototype)
+        state = {name: stacked[index].detach().cpu().clone() for name, stacked in self.parameters().items()}
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        buffers = {name for name, _ in model.named_buffers()}
+        if unexpected or set(missing) - buffers:
+            raise RuntimeError(f"member {index}: state does not fit the model: {missing}, {unexpected}")
+        return model
+
+    def _forward_one(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        return functional_call(self._skeleton, (parameters, buffers), (tokens,))
+
+
+def member_losses(
+    logits: Float[Tensor, "M B T vocabulary"], targets: Int[Tensor, "M B T"]
+) -> Float[Tensor, " M"]:
+    """Mean cross-entropy of each member over its scored positions (targets other than -100)."""
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 2), targets.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view(targets.shape)
+    return losses.sum((1, 2)) / (targets != IGNORED).sum((1, 2))
+
+
+def member_hits(
+    logits: Float[Tensor, "M B T vocabulary"], targets: Int[Tensor, "M B T"]
+) -> tuple[Int[Tensor, " M"], Int[Tensor, " M"]]:
+    """Right answers and scored positions of each member."""
+    scored = targets != IGNORED
+    return ((logits.argmax(-1) == targets) & scored).sum((1, 2)), scored.sum((1, 2))
+
+
+class FlatAdamW:
+    """AdamW on an ensemble's [M, P] buffer, with a gradient norm, a clip and a health check per member.
+
+    The arithmetic is torch.optim.AdamW's and torch.nn.utils.clip_grad_norm_'s (tested against both). It is written
+    out because a member that diverged must stand still while the others go on, which a scalar step size cannot
+    express. Everything is a tensor operation without synchronisation, so a step can be captured in a CUDA graph.
+
+    schedule: [steps, 3] learning rate, 1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t) of step t - 1.
+    alive: [M] False from the step on whose loss or gradient was not finite; diverged_at: [M] that step, or -1.
+    """
+
+    def __init__(
+        self,
+        ensemble: Ensemble,
+        learning_rates: Sequence[float],
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        clip: float = 0.0,
+    ) -> None:
+        flat = ensemble.flat
+        self.flat, self.betas, self.eps, self.clip = flat, betas, eps, clip
+        self.decay = weight_decay * ensemble.decays
+        rows = [
+            (rate, 1 / (1 - betas[0] ** t), (1 - betas[1] ** t) ** -0.5)
+            for t, rate in zip(itertools.count(1), learning_rates, strict=False)
+        ]
+        self.schedule = torch.tensor(rows, dtype=flat.dtype, device=flat.device)
+        self.mean, self.square = torch.zeros_like(flat.detach()), torch.zeros_like(flat.detach())
+        self.alive: Bool[Tensor, " M"] = torch.ones(len(flat), dtype=torch.bool, device=flat.device)
+        self.diverged_at = torch.full((len(flat),), -1, device=flat.device)
+
+    def state(self) -> list[Tensor]:
+        """Every tensor that a step changes."""
+        return [self.flat.detach(), self.mean, self.square, self.alive, self.diverged_at]
+
+    @torch.no_grad()
+    def step(
+        self, gradient: Float[Tensor, "M P"], losses: Float[Tensor, " M"], index: Int[Tensor, "1"]
+    ) -> None:
+        """Update all living members with their gradients; `index` is the step's number from 0, a tensor."""
+        rate, unbias_mean, unbias_root = self.schedule.index_select(0, index)[0].unbind()
+        norm = torch.linalg.vector_norm(gradient, dim=1)
+        alive = self.alive & norm.isfinite() & losses.isfinite()
+        self.diverged_at.copy_(torch.where(self.alive & ~alive, index, self.diverged_at))
+        self.alive.copy_(alive)
+        if self.clip > 0:
+            gradient = gradient * (self.clip / (norm + 1e-6)).clamp(max=1.0)[:, None]
+        # Filled, not multiplied by 0: 0 * NaN is NaN.
+        gradient = gradient.masked_fill(~alive[:, None], 0.0)
+        self.mean.lerp_(gradient, 1 - self.betas[0])
+        self.square.mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
+        update = (self.mean * unbias_mean).div_((self.square.sqrt() * unbias_root).add_(self.eps))
+        rates = (alive * rate)[:, None]
+        self.flat.mul_(1 - rates * self.decay).sub_(update.mul_(rates))
+
+
+def scan_backend(config: PrismConfig, device: torch.device | str, dtype: torch.dtype) -> str:
+    """Name of the scan backend that a model of `config` runs on a device and dtype."""
+    if config.anchor == "state":
+        return "serial"
+    q = torch.empty(1, 1, config.n_heads, config.key_dim, device=device, dtype=dtype)
+    v = torch.empty(1, 1, config.value_heads, config.value_dim, device=device, dtype=dtype)
+    return resolve_backend(q, v, backend=config.scan_backend)

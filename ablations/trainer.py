@@ -1,0 +1,235 @@
+"""Train the seeds of one arm on one task as one batched model, and score each of them.
+
+A step is tensor operations on static buffers only: the schedule is a table read at the step's index and batches are
+read from a block generated ahead. On CUDA the whole step is therefore captured in one graph and replayed, and the host
+has nothing to do but generate a block of batches every BLOCK steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+import tasks
+from ablations.ensemble import Ensemble, FlatAdamW, member_hits, member_losses
+from ablations.grid import TrainSettings, state_size
+from prism import PrismConfig, PrismModel
+
+BLOCK = 32
+"""Steps whose batches are generated in one call; part of what a data stream is, so it moves with RESULTS_VERSION."""
+
+_EVAL_ROWS = 256
+_WARM_UP_CALLS = 3
+
+
+def learning_rates(settings: TrainSettings) -> list[float]:
+    """Learning rate of every step: linear warm-up, then a half cosine down to `final_fraction` of the peak."""
+    warm, last = min(settings.warmup_steps, settings.steps - 1), settings.final_fraction
+    rates = []
+    for step in range(settings.steps):
+        if step < warm:
+            share = (step + 1) / (warm + 1)
+        else:
+            share = last + (1 - last) * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, settings.steps - warm)))
+        rates.append(share * settings.learning_rate)
+    return rates
+
+
+class Trainer:
+    """Members of one configuration, one per seed, on their own data streams.
+
+    Batch of member m at step t: rows (t mod BLOCK) * B .. of `task.batch(..., seed=seeds[m], step=t // BLOCK)`.
+
+    cuda_graph: capture the step (default on CUDA). compile: pass the loss through torch.compile.
+    """
+
+    def __init__(
+        self,
+        config: PrismConfig,
+        task: tasks.Task,
+        settings: TrainSettings,
+        seeds: Sequence[int],
+        device: torch.device | str = "cpu",
+        compile: bool = False,
+        cuda_graph: bool | None = None,
+    ) -> None:
+        self.task, self.settings, self.seeds, self.device = task, settings, tuple(seeds), torch.device(device)
+        self.ensemble = Ensemble(config, seeds, device, getattr(torch, settings.dtype))
+        self.optimiser = FlatAdamW(
+            self.ensemble,
+            learning_rates(settings),
+            settings.betas,
+            settings.eps,
+            settings.weight_decay,
+            settings.clip,
+        )
+        shape = (BLOCK, len(self.seeds), settings.batch_size, task.length)
+        self.inputs = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        self.targets = torch.zeros_like(self.inputs)
+        self.index = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.loss_sum = torch.zeros(len(self.seeds), dtype=torch.float64, device=self.device)
+        self.steps_done = 0
+        self._gradient = torch.compile(self._loss, dynamic=False) if compile else self._loss
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._wants_graph = self.device.type == "cuda" if cuda_graph is None else cuda_graph
+        if self._wants_graph and self.device.type != "cuda":
+            raise ValueError(f"cuda_graph: expected False on device {self.device}, got True")
+        self._held_out: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+
+    def step(self) -> None:
+        """One optimiser step of every member."""
+        if self.steps_done >= self.settings.steps:
+            raise ValueError(f"step: expected at most {self.settings.steps} steps, all are done")
+        if self.steps_done % BLOCK == 0:
+            self._fill(self.steps_done // BLOCK)
+        if self._wants_graph:
+            if self._graph is None:
+                self._capture()
+            assert self._graph is not None
+            self._graph.replay()
+        else:
+            self._step()
+        self.steps_done += 1
+
+    def evaluate(self, split: str, rows: int) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
+        """Accuracy and loss of each member on `rows` sequences of its own of a split; float64 on the CPU."""
+        inputs, targets = self._rows(split, rows)
+        hits = torch.zeros(len(self.seeds), dtype=torch.int64, device=self.device)
+        scored, losses = hits.clone(), self.loss_sum.new_zeros(len(self.seeds))
+        with torch.no_grad():
+            for x, y in zip(inputs.split(_EVAL_ROWS, dim=1), targets.split(_EVAL_ROWS, dim=1), strict=True):
+                logits = self.ensemble(x)
+                right, of = member_hits(logits, y)
+                losses += member_losses(logits, y).double() * of
+                hits += right
+                scored += of
+        return (hits.double() / scored).cpu(), (losses / scored).cpu()
+
+    def train(self, on_step: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
+        """Train to the end and return a row per member, in the order of the seeds (columns of `store.SCHEMA`)."""
+        started = time.perf_counter()
+        settings, curves = self.settings, _Curves(len(self.seeds))
+        while self.steps_done < settings.steps:
+            self.step()
+            if on_step is not None:
+                on_step(self.steps_done)
+            if self.steps_done % settings.eval_every == 0 or self.steps_done == settings.steps:
+                val = self.evaluate("val", settings.val_size)
+                since = self.steps_done - (curves.steps[-1] if curves.steps else 0)
+                curves.add(self.steps_done, (self.loss_sum / since).cpu(), val)
+                self.loss_sum.zero_()
+                if not bool(self.optimiser.alive.any()):
+                    break  # nothing left that could learn
+        test = self.evaluate("test", settings.test_size)
+        return self._result(curves, test, time.perf_counter() - started)
+
+    def models(self) -> list[PrismModel]:
+        """The members as PrismModels on the CPU, in the order of the seeds."""
+        return [self.ensemble.member(index) for index in range(len(self.seeds))]
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return member_losses(self.ensemble(inputs), targets)
+
+    def _step(self) -> None:
+        slot = self.index % BLOCK
+        losses = self._gradient(self.inputs.index_select(0, slot)[0], self.targets.index_select(0, slot)[0])
+        # Members share nothing, so the gradient of the sum is each member's own gradient.
+        (gradient,) = torch.autograd.grad(losses.sum(), self.ensemble.flat)
+        losses = losses.detach()
+        self.optimiser.step(gradient, losses, self.index)
+        self.loss_sum += losses
+        self.index += 1
+
+    def _fill(self, block: int) -> None:
+        rows = BLOCK * self.settings.batch_size
+        for member, seed in enumerate(self.seeds):
+            batch = self.task.batch(rows, seed=seed, step=block, split="train", device=self.device)
+            self.inputs[:, member] = batch.inputs.view(BLOCK, self.settings.batch_size, -1)
+            self.targets[:, member] = batch.targets.view(BLOCK, self.settings.batch_size, -1)
+
+    def _rows(self, split: str, rows: int) -> tuple[Tensor, Tensor]:
+        if (split, rows) not in self._held_out:
+            batches = [self.task.batch(rows, seed=s, step=0, split=split, device=self.device) for s in self.seeds]
+            inputs, targets = (torch.stack([getattr(b, name) for b in batches]) for name in ("inputs", "targets"))
+            self._held_out[split, rows] = inputs, targets
+        return self._held_out[split, rows]
+
+    def _capture(self) -> None:
+        """Capture a step. Kernels compile in the calls before; what they changed is put back."""
+        changed = [*self.optimiser.state(), self.index, self.loss_sum]
+        kept = [tensor.clone() for tensor in changed]
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP_CALLS):
+                self._step()
+                self._restore(changed, kept)
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        self._restore(changed, kept)
+        self._graph = graph
+
+    @staticmethod
+    def _restore(changed: list[Tensor], kept: list[Tensor]) -> None:
+        with torch.no_grad():
+            for tensor, value in zip(changed, kept, strict=True):
+                tensor.copy_(value)
+
+    def _result(
+        self, curves: _Curves, test: tuple[Tensor, Tensor], seconds: float
+    ) -> list[dict[str, Any]]:
+        task, config = self.task, self.ensemble.config
+        rows = []
+        for member, died in enumerate(self.optimiser.diverged_at.tolist()):
+            row: dict[str, Any] = {
+                "status": "ok" if died < 0 else "diverged",
+                "error": None if died < 0 else f"non-finite loss or gradient at step {died}",
+                "chance": task.chance,
+                "majority": task.majority,
+                "ceiling": task.ceiling,
+                "parameters": self.ensemble.n_parameters,
+                "state_size": state_size(config),
+                "steps_done": self.steps_done if died < 0 else died,
+                "seconds": seconds,
+                "members": len(self.seeds),
+                "scan_backend": self.ensemble.scan_backend,
+                **curves.of(member),
+            }
+            if died < 0:
+                row |= {"test_accuracy": test[0][member].item(), "test_loss": test[1][member].item()}
+                row |= {"val_accuracy": curves.accuracy[-1][member], "val_loss": curves.val_loss[-1][member]}
+            rows.append(row)
+        return rows
+
+
+class _Curves:
+    """What is logged along the way, per member."""
+
+    def __init__(self, members: int) -> None:
+        self.members = members
+        self.steps: list[int] = []
+        self.train_loss: list[list[float]] = []
+        self.val_loss: list[list[float]] = []
+        self.accuracy: list[list[float]] = []
+
+    def add(self, step: int, train_loss: Tensor, val: tuple[Tensor, Tensor]) -> None:
+        self.steps.append(step)
+        self.train_loss.append(train_loss.tolist())
+        self.accuracy.append(val[0].tolist())
+        self.val_loss.append(val[1].tolist())
+
+    def of(self, member: int) -> dict[str, list[Any]]:
+        return {
+            "curve_step": list(self.steps),
+            "curve_train_loss": [losses[member] for losses in self.train_loss],
+            "curve_val_loss": [losses[member] for losses in self.val_loss],
+            "curve_val_accuracy": [accuracies[member] for accuracies in self.accuracy],
+        }
