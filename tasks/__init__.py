@@ -1,0 +1,37 @@
+"""What is asked of a model: generators with oracles, disjoint splits and stated ceilings.
+
+>>> import tasks
+>>> task = tasks.get("xor", length=64)
+>>> batch = task.batch(32, seed=0, step=0, split="train")
+>>> bool((task.solve(batch.inputs) == batch.targets).all())
+True
+"""
+
+from tasks import mqar, parity, running_parity, xor  # noqa: F401  (each registers its family)
+from tasks.base import IGNORE, Batch, Task, family, get, names, register
+from tasks.metrics import (
+    accuracy,
+    by_slice,
+    chance_corrected,
+    exact_prefix,
+    exact_rows,
+    predictions,
+    scores,
+)
+
+__all__ = [
+    "IGNORE",
+    "Batch",
+    "Task",
+    "accuracy",
+    "by_slice",
+    "chance_corrected",
+    "exact_prefix",
+    "exact_rows",
+    "family",
+    "get",
+    "names",
+    "predictions",
+    "register",
+    "scores",
+]
