@@ -1,5 +1,8 @@
-"""PRISM and Gated DeltaNet: the scan, the layers and the model."""
+"""PRISM: Gated DeltaNet with a rank-L, input-anchored write per token, and everything needed to look inside."""
 
+from prism.config import PrismConfig
+from prism.mixer import PrismCache, PrismMixer
+from prism.model import PrismModel
 from prism.scan import prism_scan
 
-__all__ = ["prism_scan"]
+__all__ = ["PrismCache", "PrismConfig", "PrismMixer", "PrismModel", "prism_scan"]

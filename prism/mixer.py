@@ -1,0 +1,409 @@
+"""The PRISM mixer: Gated DeltaNet's base path, an anchor, L refinement steps, one scan.
+
+Symbols, and where they are in the code (paper: arXiv 2602.10796; B batch, T tokens, d model width):
+
+    H, HV    key heads, value heads (HV a multiple of H)        n_heads, value_heads
+    K, V, L  key width, value width, refinement steps           key_dim, value_dim, n_refine
+    q, k     query, key; L2-normalised per head                 [B, T, H, K]
+    v        value                                              [B, T, HV, V]
+    g        log of the decay alpha, <= 0                       log_decay   [B, T, HV]
+    beta     gate of erase and base write                       beta        [B, T, HV]
+    u        anchor, stands for the true read Sbar_t k_t        anchor      [B, T, HV, V]
+    p, r, delta, b  of refinement.py                            gain, residual, delta, step_gate
+    kappa    keys of the refinement writes                      write_k     [B, T, HV, L, K]
+    w        values of the refinement writes, b already in      write_v     [B, T, HV, L, V]
+    S        state, V x K on paper                              state       [B, HV, K, V]
+    o        read S q, before norm and gate                     out         [B, T, HV, V]
+
+    Sbar_t = exp(g_t) S_{t-1}
+    S_t    = Sbar_t + beta_t (v_t - Sbar_t k_t) k_t^T + sum_l w_t^l kappa_t^l^T
+    o_t    = scale * S_t q_t
+    y_t    = W_out (RMSNorm(o_t) * SiLU(W_gate x_t))
+
+Every tensor named above is a hook point: `points` below and prism/hooks.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from prism._hookpoints import HookPoints, Pinned, on_gradient, on_gradients
+from prism._init import Initializer
+from prism.anchor import Anchor, causal_conv
+from prism.config import PrismConfig
+from prism.refinement import Factors, Pins, Refined, Refinement, l2_norm, squash, true_read
+from prism.scan import prism_scan, resolve_backend
+
+MIXERS: dict[str, Callable[[PrismConfig], nn.Module]] = {}
+"""Name in `PrismConfig.mixer` -> constructor."""
+
+
+def register(name: str) -> Callable[[Any], Any]:
+    """Class decorator that adds a mixer under `name`, for `PrismConfig(mixer=name)`.
+
+    A mixer is an nn.Module made from a PrismConfig. It offers
+        forward(x [B, T, d], cache=None, use_cache=False) -> y [B, T, d], or (y, cache) with `use_cache`;
+            causal; a cache is never edited in place; no value-dependent control flow (it runs under vmap);
+        initialize(init: Initializer): fills the parameters, each by its name;
+        state_size() -> (state, tails): floats per sequence of the cache at the end of it (0 where it grows with T);
+        points: a HookPoints; point_shapes(B, T) -> {name: shape} for each of its names.
+    """
+
+    def add(mixer: Any) -> Any:
+        if name in MIXERS:
+            raise ValueError(f"register: expected a new name, came {name!r}, which {MIXERS[name]!r} has")
+        MIXERS[name] = mixer
+        return mixer
+
+    return add
+
+
+def build_mixer(config: PrismConfig) -> nn.Module:
+    if config.mixer not in MIXERS:
+        raise ValueError(f"mixer: expected one of {', '.join(sorted(MIXERS))}, came {config.mixer!r}")
+    return MIXERS[config.mixer](config)
+
+
+CHAIN = ("anchor", "gain", "step_gate", "residual", "delta", "write_k", "write_v")
+"""The hook points of the refinement, in the order in which their edits run."""
+
+
+class ScanFactors(NamedTuple):
+    """What the scan was given, but for q: from it the state after any token can be computed again."""
+
+    k: Float[Tensor, "B T H K"]
+    v: Float[Tensor, "B T HV V"]
+    log_decay: Float[Tensor, "B T HV"]
+    beta: Float[Tensor, "B T HV"]
+    write_k: Float[Tensor, "B T HV R K"] | None
+    """R = L, or L + 1 where the base write is a row of its own (erase="none"); None where R = 0."""
+    write_v: Float[Tensor, "B T HV R V"] | None
+    initial_state: Float[Tensor, "B HV K V"] | None
+
+
+class PrismCache(NamedTuple):
+    """What a mixer needs of the tokens so far. A value: later passes make a new one and leave this one alone."""
+
+    state: Float[Tensor, "B HV K V"]
+    conv: Float[Tensor, "B W1 C"] | None
+    """The last short_conv - 1 inputs of the convolution on q, k, v."""
+    anchor: Float[Tensor, "B W1 d"] | None
+    """The last anchor_width - 1 inputs of the anchor's convolution."""
+
+
+@register("prism")
+class PrismMixer(nn.Module):
+    """Sequence mixer, x [B, T, d] -> y [B, T, d], of any `PrismConfig`.
+
+    At n_refine=0 it has exactly the parameters of Gated DeltaNet: `in_proj` stacks the rows of fla's q_proj, k_proj,
+    v_proj, g_proj, b_proj and a_proj (those in use, in this order; `rows` gives the sizes), `conv` the three
+    convolutions' channels; A_log, dt_bias, `norm` and `out_proj` are fla's own. A_log and dt_bias are flagged
+    `_no_weight_decay`.
+    """
+
+    def __init__(
+        self, config: PrismConfig, seed: int | None = None, *, device: Any = None, dtype: Any = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        d, H, HV, K, V = config.d_model, config.n_heads, config.value_heads, config.key_dim, config.value_dim
+        ranged_erase = config.erase not in ("none", "step")
+        self.has_key = (
+            config.base_write or ranged_erase or (config.n_refine > 0 and config.refine_keys == "base")
+        )
+        self.has_key = self.has_key or (config.n_refine > 0 and config.anchor == "state")
+        self.rows = {
+            "q": H * K,
+            "k": H * K if self.has_key else 0,
+            "v": HV * V,
+            "gate": HV * V if config.output_gate else 0,
+            "beta": HV if config.base_write or ranged_erase else 0,
+            "decay": HV if config.decay != "none" else 0,
+        }
+        channels = self.rows["q"] + self.rows["k"] + self.rows["v"]
+        refines = config.n_refine > 0
+        with torch.device(device or torch.get_default_device()):
+            needs_anchor = (refines and config.anchor != "state") or config.source == "anchor"
+            self.anchor = Anchor(config) if needs_anchor else None
+            fan_in = HV * V if config.source == "anchor" else d
+            self.in_proj = nn.Parameter(torch.empty(sum(self.rows.values()), fan_in))
+            self.conv = nn.Parameter(torch.empty(channels, config.short_conv)) if config.short_conv else None
+            self.A_log = nn.Parameter(torch.empty(HV)) if config.decay == "gdn" else None
+            self.dt_bias = nn.Parameter(torch.empty(HV)) if config.decay == "gdn" else None
+            self.refine = Refinement(config) if refines else None
+            self.norm = nn.Parameter(torch.empty(V))
+            self.out_proj = nn.Parameter(torch.empty(d, HV * V))
+        self.points = HookPoints(*self.point_shapes(1, 1))
+        self.initialize(Initializer(seed))
+        self.to(dtype=dtype)
+        self._flag_decay()
+
+    def _flag_decay(self) -> None:
+        for parameter in (self.A_log, self.dt_bias):
+            if parameter is not None:
+                parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def initialize(self, init: Initializer) -> None:
+        """fla's: linear and convolution weights uniform within 1 / sqrt(fan in), A uniform in (0, 16], dt log-uniform
+        in [1e-3, 0.1] and inverse-softplus."""
+        for rows, (name, size) in zip(
+            self.in_proj.split(list(self.rows.values())), self.rows.items(), strict=True
+        ):
+            rows.copy_(init.linear(f"in_proj.{name}", (size, self.in_proj.shape[1])))
+        if self.conv is not None:
+            sizes = [self.rows[name] for name in "qkv"]
+            for rows, name in zip(self.conv.split(sizes), "qkv", strict=True):
+                rows.copy_(init.linear(f"conv.{name}", tuple(rows.shape)))
+        if self.A_log is not None and self.dt_bias is not None:
+            # 1 - uniform[0, 1) is never 0, so the logarithm is finite.
+            self.A_log.copy_((16 * (1 - init.uniform("A_log", tuple(self.A_log.shape)))).log())
+            dt = init.uniform("dt_bias", tuple(self.dt_bias.shape), math.log(1e-3), math.log(0.1)).exp()
+            dt = dt.clamp(min=1e-4)
+            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+        if self.anchor is not None:
+            self.anchor.initialize(init.child("anchor"))
+        if self.refine is not None:
+            self.refine.initialize(init.child("refine"))
+        self.norm.fill_(1.0)
+        self.out_proj.copy_(init.linear("out_proj", tuple(self.out_proj.shape)))
+
+    def forward(
+        self, x: Float[Tensor, "B T d"], cache: PrismCache | None = None, use_cache: bool = False
+    ) -> Any:
+        """y [B, T, d]; with `use_cache` also the cache after the last token, to be passed with the tokens that follow."""
+        config, points = self.config, self.points
+        before = PrismCache(*cache) if cache is not None else None
+        u, anchor_tail = None, None
+        if self.anchor is not None:
+            u, anchor_tail = self.anchor(x, before.anchor if before else None)
+        source = u.flatten(-2) if config.source == "anchor" and u is not None else x
+        q, k, v, gate, beta, log_decay, conv_tail = self._project(source, before.conv if before else None)
+        if points.active:
+            q, v, log_decay = points.fire("q", q), points.fire("v", v), points.fire("log_decay", log_decay)
+            k = points.fire("k", k) if k is not None else None
+            beta = points.fire("beta", beta) if beta is not None else None
+        state = before.state if before else None
+        refined = None
+        if self.refine is not None:
+            refined = self._refine(u, k, v, log_decay, beta, state)
+        scan_k, scan_v, scan_beta, write_k, write_v = self._assemble(k, v, beta, refined)
+        if points.active and config.erase == "step":
+            scan_k = points.fire("k", scan_k) if k is None else scan_k
+            scan_beta = points.fire("beta", scan_beta)
+        if scan_k.shape[2] != q.shape[2]:
+            q = q.repeat_interleave(scan_k.shape[2] // q.shape[2], 2)
+        o, state = self._scan(q, scan_k, scan_v, log_decay, scan_beta, write_k, write_v, state, use_cache)
+        if points.active:
+            o = points.fire("out", o)
+        o = F.rms_norm(o, o.shape[-1:], self.norm, config.norm_eps)
+        if gate is not None:
+            o = o * F.silu(gate.unflatten(-1, o.shape[-2:]))
+        y = F.linear(o.flatten(-2), self.out_proj)
+        if not use_cache:
+            return y
+        assert state is not None
+        return y, PrismCache(state, *(None if t is None else t.clone() for t in (conv_tail, anchor_tail)))
+
+    def _project(self, source: Tensor, conv_tail: Tensor | None) -> tuple[Any, ...]:
+        """q, k (None if unused), v, gate (None), beta (None), log_decay, and the tail of the convolution."""
+        config = self.config
+        qkv_rows = self.rows["q"] + self.rows["k"] + self.rows["v"]
+        sizes = [qkv_rows, self.rows["gate"], self.rows["beta"], self.rows["decay"]]
+        qkv, gate, beta, decay = F.linear(source, self.in_proj).split(sizes, -1)
+        tail = None
+        if self.conv is not None:
+            qkv, tail = causal_conv(qkv, self.conv, conv_tail)
+        if config.qkv_activation == "silu":
+            qkv = F.silu(qkv)
+        q, k, v = qkv.split([self.rows[name] for name in "qkv"], -1)
+        q, v = q.unflatten(-1, (config.n_heads, -1)), v.unflatten(-1, (config.value_heads, -1))
+        k = k.unflatten(-1, (config.n_heads, -1)) if self.rows["k"] else None
+        if config.qk_norm:
+            q, k = l2_norm(q), l2_norm(k) if k is not None else None
+        beta = (
+            squash(beta, config.erase if config.erase != "none" else "sigmoid") if self.rows["beta"] else None
+        )
+        return q, k, v, gate if self.rows["gate"] else None, beta, self._log_decay(decay, source), tail
+
+    def _log_decay(self, decay: Tensor, source: Tensor) -> Float[Tensor, "B T HV"]:
+        wide = torch.promote_types(source.dtype, torch.float32)
+        if self.config.decay == "none":
+            return source.new_zeros(*source.shape[:2], self.config.value_heads, dtype=wide)
+        if self.A_log is None or self.dt_bias is None:
+            return F.logsigmoid(decay.to(wide))
+        return -self.A_log.to(wide).exp() * F.softplus(decay.to(wide) + self.dt_bias.to(wide))
+
+    def _assemble(self, k: Tensor | None, v: Tensor, beta: Tensor | None, refined: Refined | None) -> Factors:
+        """k, v, beta, write_k, write_v as the scan takes them, for each kind of erase (math in `PrismConfig`)."""
+        config = self.config
+        write_k, write_v = (refined.write_k, refined.write_v) if refined is not None else (None, None)
+        value = v if config.base_write else torch.zeros_like(v)
+        if config.erase == "step":
+            assert refined is not None
+            return refined.write_k[:, :, :, 0], value, refined.step_gate[..., 0], write_k, write_v
+        if config.erase == "none":
+            if config.base_write:
+                assert k is not None and beta is not None
+                row_k = k.repeat_interleave(v.shape[2] // k.shape[2], 2).unsqueeze(3)
+                row_v = (beta.unsqueeze(-1) * v).unsqueeze(3)
+                write_k = row_k if write_k is None else torch.cat([row_k, write_k], 3)
+                write_v = row_v if write_v is None else torch.cat([row_v, write_v], 3)
+            if k is None:
+                k = v.new_zeros(*v.shape[:2], config.n_heads, config.key_dim)
+            return k, value, v.new_zeros(v.shape[:3]), write_k, write_v
+        assert k is not None and beta is not None
+        return k, value, beta, write_k, write_v
+
+    def _refine(
+        self,
+        u: Tensor | None,
+        k: Tensor | None,
+        v: Tensor,
+        log_decay: Tensor,
+        beta: Tensor | None,
+        state: Tensor | None,
+    ) -> Refined:
+        """The refinement, with the anchor from the state where it is serial, and with what hooks change in it.
+
+        An edit fixes the elements that it changes; whatever follows from them is computed again from them, and then
+        the next edit runs. Readers see the tensors after all edits.
+        """
+        assert self.refine is not None
+        refine, points = self.refine, self.points
+
+        def settle(pins: Pins) -> Refined:
+            anchor = u
+            if anchor is None:
+                assert k is not None
+                start = state if state is not None else self._zero_state(v)
+                anchor = true_read(refine, self._assemble, k, v, log_decay, beta, start, pins)
+            return refine(anchor, v, k, pins)
+
+        refined = settle({})
+        if not points.active or not points.wants(*CHAIN):
+            return refined
+        pins: Pins = {}
+        for name in CHAIN:
+            for item in points.of(name, "edit"):
+                was = getattr(refined, name)
+                made = points.apply(item, was)
+                if made is was:
+                    continue
+                mask, values = (made.mask, made.values) if isinstance(made, Pinned) else (made != was, made)
+                if name in pins:
+                    mask = mask | pins[name][0]
+                pins[name] = (mask, torch.where(mask, values, was))
+                refined = settle(pins)
+        for name in CHAIN:
+            for item in points.of(name, "read"):
+                item.function(getattr(refined, name), hook=points.hook(name))
+            for item in points.of(name, "backward"):
+                if name in ("residual", "delta"):
+                    on_gradients(getattr(refined, f"{name}s"), item.function, points.hook(name))
+                else:
+                    on_gradient(getattr(refined, name), item.function, points.hook(name))
+        return refined
+
+    def _zero_state(self, v: Tensor) -> Float[Tensor, "B HV K V"]:
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        return v.new_zeros(
+            v.shape[0], self.config.value_heads, self.config.key_dim, self.config.value_dim, dtype=dtype
+        )
+
+    def _scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        write_k: Tensor | None,
+        write_v: Tensor | None,
+        state: Tensor | None,
+        output_final_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The scan, in one pass, or in pieces where a hook replaces the state between two tokens."""
+        device, points = q.device.type, self.points
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        if beta.dtype != torch.float32:
+            beta = beta.to(dtype)
+        if write_k is not None and write_v is not None:
+            write_k, write_v = write_k.to(dtype), write_v.to(dtype)
+        scanned = ScanFactors(k, v, log_decay, beta, write_k, write_v, state)
+        run = partial(prism_scan, scale=self.config.scale, backend=self.config.scan_backend)
+        if not (points.active and points.wants("state")):
+            return run(q, *scanned[:-1], initial_state=state, output_final_state=output_final_state)
+
+        T = q.shape[1]
+        edits = list(points.of("state", "edit"))
+        where = [T - 1 if edit.position is None else edit.position for edit in edits]
+        for position in where:
+            if not 0 <= position < T:
+                raise ValueError(
+                    f"state hook of {points.prefix}: expected a position in [0, {T}), came {position}"
+                )
+        outs, patches, start = [], {}, 0
+        for stop in [*sorted({position + 1 for position in where} - {T}), T]:
+            piece = [None if f is None else f[:, start:stop] for f in (q, *scanned[:-1])]
+            o, state = run(*piece, initial_state=state, output_final_state=True)
+            for edit, position in zip(edits, where, strict=True):
+                if position == stop - 1:
+                    state = points.apply(edit, state.unsqueeze(1)).squeeze(1)
+                    patches[position] = state
+            outs.append(o)
+            start = stop
+        points.read("state", state.unsqueeze(1))
+        for item in points.of("state", "factors"):
+            item.function(scanned, patches, hook=points.hook("state"))
+        return torch.cat(outs, 1), state
+
+    def backend(self, x: Float[Tensor, "B T d"]) -> str:
+        """The scan backend that a forward pass on x runs."""
+        config, device = self.config, x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        q = x.new_empty(1, 1, config.n_heads, config.key_dim, dtype=dtype)
+        v = x.new_empty(1, 1, config.value_heads, config.value_dim, dtype=dtype)
+        return resolve_backend(q, v, backend=config.scan_backend)
+
+    def state_size(self) -> tuple[int, int]:
+        """Floats per sequence that a cache holds: (recurrent state, convolution tails)."""
+        config = self.config
+        state = config.value_heads * config.key_dim * config.value_dim
+        tails = self.conv.shape[0] * (config.short_conv - 1) if self.conv is not None else 0
+        if self.anchor is not None and self.anchor.conv is not None:
+            tails += config.d_model * (config.anchor_width - 1)
+        return state, tails
+
+    def point_shapes(self, B: int, T: int) -> dict[str, tuple[int, ...]]:
+        """Shape of every hook point, of the state for one position."""
+        config = self.config
+        H, HV, K, V, L = config.n_heads, config.value_heads, config.key_dim, config.value_dim, config.n_refine
+        shapes: dict[str, tuple[int, ...]] = {"q": (B, T, H, K)}
+        if self.rows["k"]:
+            shapes["k"] = (B, T, H, K)
+        elif config.erase == "step":
+            shapes["k"] = (B, T, HV, K)
+        shapes["v"] = (B, T, HV, V)
+        if self.rows["beta"] or config.erase == "step":
+            shapes["beta"] = (B, T, HV)
+        shapes["log_decay"] = (B, T, HV)
+        if L:
+            shapes["anchor"] = (B, T, HV, V)
+            shapes |= {"gain": (B, T, HV, L, V)} if config.gain != "one" else {}
+            shapes |= {
+                "step_gate": (B, T, HV, L),
+                "residual": (B, T, HV, L + 1, V),
+                "delta": (B, T, HV, L, V),
+            }
+            shapes |= {"write_k": (B, T, HV, L, K), "write_v": (B, T, HV, L, V)}
+        return {**shapes, "state": (B, 1, HV, K, V), "out": (B, T, HV, V)}
