@@ -242,12 +242,12 @@ class Grid:
 
 def count_parameters(config: PrismConfig) -> int:
     """Number of trainable scalars of the model that `config` describes."""
-    return _count(config)
+    return _sizes(config)[0]
 
 
 def state_size(config: PrismConfig) -> int:
-    """Scalars of recurrent memory per sequence: K x V per value head and layer (convolution tails not counted)."""
-    return config.n_layers * config.value_heads * config.key_dim * config.value_dim
+    """Floats of recurrent memory per sequence, over all layers (convolution tails not counted)."""
+    return _sizes(config)[1]
 
 
 def match_parameters(config: PrismConfig, target: int) -> PrismConfig:
@@ -315,8 +315,9 @@ def _task(name: str, params: str) -> tasks.Task:
 
 
 @lru_cache(maxsize=1024)
-def _count(config: PrismConfig) -> int:
-    return sum(parameter.numel() for parameter in PrismModel(config, seed=0).parameters())
+def _sizes(config: PrismConfig) -> tuple[int, int]:
+    model = PrismModel(config, seed=0)
+    return model.num_parameters(), model.state_size()[0]
 
 
 def _settings(where: str, base: TrainSettings, changes: Mapping[str, Any]) -> TrainSettings:

@@ -69,7 +69,7 @@ class Trainer:
             settings.weight_decay,
             settings.clip,
         )
-        shape = (BLOCK, len(self.seeds), settings.batch_size, task.length)
+        shape = (BLOCK, len(self.seeds), settings.batch_size, task.width("train"))
         self.inputs = torch.zeros(shape, dtype=torch.int64, device=self.device)
         self.targets = torch.zeros_like(self.inputs)
         self.index = torch.zeros(1, dtype=torch.int64, device=self.device)

@@ -1,0 +1,205 @@
+"""Figures of a run. Every function draws on an Axes that it is given (or makes) and returns it.
+
+Colours are Okabe and Ito's; markers and line styles repeat what colour says. Arms keep their look in every figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ablations.statistics import bootstrap_mean
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#F0E442")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (4, 2, 1, 2, 1, 2)))
+PANEL = (3.1, 2.6)
+"""Inches of one panel: three fit the width of a page at their printed size."""
+
+
+def look_of(arms: Sequence[str]) -> dict[str, dict[str, object]]:
+    """Arm -> colour, marker and line style, in the order of the arms."""
+    return {
+        arm: {
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": MARKERS[i % len(MARKERS)],
+            "linestyle": LINES[i % len(LINES)],
+        }
+        for i, arm in enumerate(arms)
+    }
+
+
+@contextmanager
+def paper_style() -> Iterator[None]:
+    """matplotlib settings for a printed page: 8 point text, thin frames, fonts embedded in the PDF."""
+    import matplotlib
+
+    settings = {
+        "font.size": 8,
+        "axes.titlesize": 8,
+        "axes.labelsize": 8,
+        "legend.fontsize": 7,
+        "xtick.labelsize": 7,
+        "ytick.labelsize": 7,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.linewidth": 0.7,
+        "lines.linewidth": 1.2,
+        "lines.markersize": 3.5,
+        "pdf.fonttype": 42,
+        "savefig.dpi": 200,
+    }
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def learning_curves(rows: pd.DataFrame, task: str, ax: Axes | None = None) -> Axes:
+    """Validation accuracy over steps: mean over seeds, bootstrap interval as a band, chance and ceiling as lines."""
+    ax = _axes(ax)
+    of_task = _of_task(rows, task)
+    looks = look_of(list(dict.fromkeys(rows["arm"])))
+    for arm, of_arm in of_task.groupby("arm", sort=False):
+        finished = of_arm[of_arm["status"] == "ok"]
+        if finished.empty:
+            continue
+        steps = np.asarray(finished["curve_step"].iloc[0])
+        curves = np.stack([np.asarray(curve, dtype=float) for curve in finished["curve_val_accuracy"]])
+        estimates = [bootstrap_mean(column, resamples=999) for column in curves.T]
+        look = looks[str(arm)]
+        ax.plot(
+            steps,
+            [estimate.value for estimate in estimates],
+            label=f"{arm} (n = {len(finished)})",
+            markevery=max(1, len(steps) // 6),
+            **look,  # type: ignore[arg-type]
+        )
+        if len(finished) > 1:
+            low, high = [e.low for e in estimates], [e.high for e in estimates]
+            ax.fill_between(steps, low, high, color=str(look["color"]), alpha=0.12, linewidth=0)
+    _levels(ax, of_task)
+    ax.set(xlabel="training step", ylabel="validation accuracy", title=task)
+    return ax
+
+
+def accuracy_points(rows: pd.DataFrame, task: str, ax: Axes | None = None) -> Axes:
+    """Test accuracy per arm: a point per seed, the mean with its bootstrap interval, chance and ceiling as lines."""
+    ax = _axes(ax)
+    of_task = _of_task(rows, task)
+    arms = list(dict.fromkeys(of_task["arm"]))
+    looks = look_of(list(dict.fromkeys(rows["arm"])))
+    for place, arm in enumerate(arms):
+        of_arm = of_task[of_task["arm"] == arm]
+        accuracy = of_arm["test_accuracy"].to_numpy(dtype=float)
+        accuracy = accuracy[np.isfinite(accuracy)]
+        look = looks[str(arm)]
+        if len(accuracy):
+            spread = (np.arange(len(accuracy)) - (len(accuracy) - 1) / 2) * (0.4 / max(1, len(accuracy) - 1))
+            ax.scatter(
+                accuracy,
+                place + spread,
+                s=11,
+                color=str(look["color"]),
+                marker=str(look["marker"]),
+                alpha=0.75,
+                linewidths=0,
+                zorder=3,
+            )
+            mean = bootstrap_mean(accuracy)
+            ax.plot([mean.value] * 2, [place - 0.33, place + 0.33], color=str(look["color"]), zorder=4)
+            if mean.n > 1:
+                ax.plot([mean.low, mean.high], [place] * 2, color=str(look["color"]), linewidth=3, alpha=0.35)
+        failed = len(of_arm) - len(accuracy)
+        if failed:
+            ax.annotate(f"{failed} failed", (0.02, place), xycoords=("axes fraction", "data"), fontsize=6, va="center")
+    _levels(ax, of_task, vertical=True)
+    counts = of_task.groupby("arm", sort=False).size()
+    ax.set_yticks(range(len(arms)), [f"{arm} (n = {counts[arm]})" for arm in arms])
+    ax.set_ylim(len(arms) - 0.5, -0.5)
+    ax.set(xlabel="test accuracy, a point per seed", title=task)
+    return ax
+
+
+def draw_all(rows: pd.DataFrame, run: Path | str) -> list[Path]:
+    """Draw learning curves and accuracies of all tasks into run/figures as PNG and PDF; returns the PNG paths."""
+    tasks = list(dict.fromkeys(rows["task"]))
+    folder = Path(run) / "figures"
+    with paper_style():
+        curves, axes = panels(len(tasks), sharey=True)
+        for ax, task in zip(axes, tasks, strict=True):
+            learning_curves(rows, task, ax)
+        for ax in axes[1:]:
+            ax.set_ylabel("")
+        legend_below(curves, axes)
+        points, axes = panels(len(tasks), sharey=False, height=0.6 + 0.27 * rows["arm"].nunique())
+        for ax, task in zip(axes, tasks, strict=True):
+            accuracy_points(rows, task, ax)
+        same = all([t.get_text() for t in ax.get_yticklabels()] == [t.get_text() for t in axes[0].get_yticklabels()]
+                   for ax in axes)
+        for ax in axes[1:] if same else []:
+            ax.set_yticklabels([])
+        return [save(curves, folder / "learning_curves"), save(points, folder / "accuracy")]
+
+
+def panels(count: int, sharey: bool, height: float = PANEL[1]) -> tuple[Figure, list[Axes]]:
+    """A figure with a row of panels, drawn without a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(PANEL[0] * count if count > 1 else 4.2, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, count, sharey=sharey, squeeze=False)[0]
+    return figure, list(axes)
+
+
+def legend_below(figure: Figure, axes: Sequence[Axes], columns: int = 4) -> None:
+    """One legend for all panels, under them."""
+    named: dict[str, object] = {}
+    for ax in axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            named.setdefault(label, handle)
+    columns = min(columns, max(1, 2 * len(axes)))
+    figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=columns, frameon=False)  # type: ignore[arg-type]
+
+
+def save(figure: Figure, stem: Path) -> Path:
+    """Write stem.png and stem.pdf; returns the PNG's path."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    # No date in the PDF: the same rows give the same file.
+    figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None})
+    png = stem.with_suffix(".png")
+    figure.savefig(png)
+    return png
+
+
+def _axes(ax: Axes | None) -> Axes:
+    return panels(1, sharey=False)[1][0] if ax is None else ax
+
+
+def _of_task(rows: pd.DataFrame, task: str) -> pd.DataFrame:
+    found = rows[(rows["task"] == task) & (rows["role"] == "report")]
+    if found.empty:
+        raise ValueError(f"task: expected one of {sorted(set(rows['task']))} with reported rows, got {task!r}")
+    return found
+
+
+def _levels(ax: Axes, of_task: pd.DataFrame, vertical: bool = False) -> None:
+    """Chance and ceiling as thin lines with their names."""
+    for name, style in (("chance", ":"), ("ceiling", "--")):
+        value = float(of_task[name].iloc[0])
+        line = ax.axvline if vertical else ax.axhline
+        line(value, color="0.45", linewidth=0.7, linestyle=style, zorder=0)
+        if vertical:
+            ax.annotate(name, (value, 1.0), xycoords=("data", "axes fraction"), fontsize=6, color="0.35",
+                        ha="center", va="bottom")
+        else:
+            ax.annotate(name, (1.0, value), xycoords=("axes fraction", "data"), fontsize=6, color="0.35",
+                        ha="right", va="bottom")
