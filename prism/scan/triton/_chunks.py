@@ -1,0 +1,145 @@
+"""What the chunk-parallel kernels share: chunk geometry, tile loads, decays, and the triangular solve.
+
+Tensors are flat in tokens, [B * T, heads, width], contiguous. Chunks never straddle two sequences; the rows of a
+ragged last chunk read as zeros, which leaves state and output alone (math.md, section 4).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def chunk_tokens(chunk, spans, T, chunks_per_row, C: tl.constexpr, PACKED: tl.constexpr):
+    """First token of a chunk and the token after the last of its sequence; equal where the chunk is surplus."""
+    if PACKED:
+        first = tl.load(spans + 2 * chunk)
+        end = tl.load(spans + 2 * chunk + 1)
+    else:
+        row = (chunk // chunks_per_row).to(tl.int64)
+        first = row * T + (chunk % chunks_per_row) * C
+        end = row * T + T
+    return first, end
+
+
+@triton.jit
+def sequence_tokens(n, offsets, chunk_start, T, chunks_per_row, PACKED: tl.constexpr):
+    """First token of sequence n, the token after its last, and its first chunk."""
+    if PACKED:
+        first = tl.load(offsets + n)
+        end = tl.load(offsets + n + 1)
+        chunk = tl.load(chunk_start + n)
+    else:
+        row = n.to(tl.int64)
+        first = row * T
+        end = first + T
+        chunk = row * chunks_per_row
+    return first, end, chunk
+
+
+@triton.jit
+def load_rows(base, stride, left, c0, width: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """[C, BLOCK] tile at column c0 of rows that start at base + r * stride; zeros from row `left`, column `width` on."""
+    rows = tl.arange(0, C)
+    cols = c0 + tl.arange(0, BLOCK)
+    mask = (rows < left)[:, None]
+    if width % BLOCK != 0:
+        mask = mask & (cols < width)[None, :]
+    return tl.load(base + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(base, tile, stride, left, c0, width: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    rows = tl.arange(0, C)
+    cols = c0 + tl.arange(0, BLOCK)
+    mask = (rows < left)[:, None]
+    if width % BLOCK != 0:
+        mask = mask & (cols < width)[None, :]
+    tl.store(base + rows[:, None] * stride + cols[None, :], tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def state_offsets(v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Offsets [BK, BV] into one [K, V] state from column v0 on, and the mask of those that exist."""
+    rows = tl.arange(0, BK)[:, None]
+    cols = v0 + tl.arange(0, BV)[None, :]
+    return rows * V + cols, (rows < K) & (cols < V)
+
+
+@triton.jit
+def load_column(base, stride, left, C: tl.constexpr):
+    """[C] float32: one number per token; zeros from token `left` on."""
+    rows = tl.arange(0, C)
+    return tl.load(base + rows * stride, mask=rows < left, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def cumulative(log_decay, WIDE: tl.constexpr):
+    """G, the running sum of log_decay. Differences of G lose digits under strong decay: float64 where those count."""
+    if WIDE:
+        total = tl.cumsum(log_decay.to(tl.float64), 0)
+    else:
+        total = tl.cumsum(log_decay, 0)
+    return total
+
+
+@triton.jit
+def last_of(total, C: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, C) == C - 1, total, 0.0), 0)
+
+
+@triton.jit
+def pair_decay(to, frm, mask):
+    """exp(to - frm) where the mask holds, else 0. Masked before the exponential, which would overflow elsewhere."""
+    return tl.where(mask, tl.exp(tl.where(mask, (to - frm).to(tl.float32), 0.0)), 0.0)
+
+
+@triton.jit
+def _merge(x, a, C: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
+    """From inverses [C/B, B, B] of a's diagonal blocks to those of its blocks of twice the size."""
+    N: tl.constexpr = C // B
+    P: tl.constexpr = N // 2
+    row = tl.arange(0, N)[:, None, None, None]
+    col = tl.arange(0, N)[None, None, :, None]
+    below = (row % 2 == 1) & (col == row - 1)
+    off = tl.sum(tl.where(below, tl.reshape(a, (N, B, N, B)), 0.0), axis=2)
+    off = tl.sum(tl.reshape(off, (P, 2, B, B)), axis=1)
+    pairs = tl.reshape(x, (P, 2, B, B))
+    second = tl.arange(0, 2)[None, :, None, None] == 1
+    upper = tl.sum(tl.where(second, 0.0, pairs), axis=1)
+    lower = tl.sum(tl.where(second, pairs, 0.0), axis=1)
+    if P == 1:
+        step = tl.dot(tl.reshape(off, (B, B)), tl.reshape(upper, (B, B)), input_precision=PRECISION)
+        step = tl.dot(tl.reshape(lower, (B, B)), step, input_precision=PRECISION)
+        corner = tl.reshape(step, (1, B, B))
+    else:
+        corner = tl.dot(off, upper, input_precision=PRECISION)
+        corner = tl.dot(lower, corner, input_precision=PRECISION)
+    bottom = tl.arange(0, 2)[None, :, None, None, None] == 1
+    right = tl.arange(0, 2)[None, None, None, :, None] == 1
+    top_row = tl.where(right, 0.0, upper[:, None, :, None, :])
+    low_row = tl.where(right, lower[:, None, :, None, :], -corner[:, None, :, None, :])
+    return tl.reshape(tl.where(bottom, low_row, top_row), (P, 2 * B, 2 * B))
+
+
+@triton.jit
+def invert_unit_lower(a, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^{-1} of a strictly lower triangular a [C, C], C in {16, 32, 64}.
+
+    Substitution inside blocks of 16 rows, then block merges. A product of powers of `a` would be shorter and loses
+    every digit when keys repeat.
+    """
+    N: tl.constexpr = C // 16
+    same = tl.arange(0, N)[:, None, None, None] == tl.arange(0, N)[None, None, :, None]
+    blocks = tl.sum(tl.where(same, tl.reshape(a, (N, 16, N, 16)), 0.0), axis=2)
+    row = tl.arange(0, 16)[None, :, None]
+    col = tl.arange(0, 16)[None, None, :]
+    x = tl.zeros((N, 16, 16), tl.float32) + tl.where(row == col, 1.0, 0.0)
+    for step in tl.static_range(15):
+        factor = tl.sum(tl.where(col == step, blocks, 0.0), axis=2)
+        pivot = tl.sum(tl.where(row == step, x, 0.0), axis=1)
+        x -= factor[:, :, None] * pivot[:, None, :]
+    if C >= 32:
+        x = _merge(x, a, C, 16, PRECISION)
+    if C >= 64:
+        x = _merge(x, a, C, 32, PRECISION)
+    return tl.reshape(x, (C, C))

@@ -1,0 +1,155 @@
+"""Chunk-parallel forward kernels: one triangular inverse per chunk, the writes' share, and the pass over chunks.
+
+With e_t = v_t - Sbar_t k_t, the error that the rank-1 write corrects, and U = beta e, math.md's system reads
+
+    (I + tril(Kb Kb^T . gamma, -1) diag(beta)) e = Vb - sum_l tril(Kb X^l^T . gamma, -1) W^l - exp(G) Kb S_0^T.
+
+`solve_kernel` inverts the matrix on the left (it holds neither v nor the writes), `writes_kernel` forms what L writes add
+to v, to o and to the state, both in parallel over chunks; `scan_kernel` walks through the chunks of one sequence and
+head with a slice of the state's V columns on chip. The columns of the state are independent of each other.
+"""
+
+import triton
+import triton.language as tl
+
+from prism.scan.triton._chunks import (
+    chunk_tokens,
+    cumulative,
+    invert_unit_lower,
+    last_of,
+    load_column,
+    load_rows,
+    pair_decay,
+    sequence_tokens,
+    state_offsets,
+    store_rows,
+)
+
+
+@triton.jit(do_not_specialize=["T", "chunks_per_row"])
+def solve_kernel(
+    k, log_decay, beta, solve, spans, T, chunks_per_row, H, HV,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """solve [tokens, HV, C]: rows of (I + tril(Kb Kb^T . gamma, -1) diag(beta))^{-1}. One program: chunk, value head."""
+    chunk = tl.program_id(0) // HV
+    head = tl.program_id(0) % HV
+    first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
+    left = (end - first).to(tl.int32)
+    if left <= 0:
+        return
+    gate = first * HV + head
+    total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
+    b = load_column(beta + gate, HV, left, C)
+    keys = load_rows(k + (first * H + head // (HV // H)) * K, H * K, left, 0, K, C, BK)
+    rows = tl.arange(0, C)
+    below = rows[:, None] > rows[None, :]
+    a = tl.dot(keys, tl.trans(keys), input_precision="ieee") * pair_decay(
+        total[:, None], total[None, :], below
+    )
+    inverse = invert_unit_lower(a * b[None, :], C, PRECISION)
+    store_rows(solve + gate * C, inverse, HV * C, left, 0, C, C, C)
+
+
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "L"])
+def writes_kernel(
+    q, k, v, log_decay, write_k, write_v, target, write_o, write_state, spans, T, chunks_per_row, H, HV, L,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """target = v minus what k reads of the chunk's writes, write_o: what q reads of them, write_state: their share
+    of the chunk's last state. One program: chunk, value head, slice of V."""
+    SLICES: tl.constexpr = (V + BV - 1) // BV
+    v0 = (tl.program_id(0) % SLICES) * BV
+    head = tl.program_id(0) // SLICES % HV
+    chunk = tl.program_id(0) // SLICES // HV
+    first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
+    left = (end - first).to(tl.int32)
+    if left <= 0:
+        return
+    gate = first * HV + head
+    read = first * H + head // (HV // H)
+    total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
+    queries = load_rows(q + read * K, H * K, left, 0, K, C, BK)
+    keys = load_rows(k + read * K, H * K, left, 0, K, C, BK)
+    rows = tl.arange(0, C)
+    gamma = pair_decay(total[:, None], total[None, :], rows[:, None] >= rows[None, :])
+    below = rows[:, None] > rows[None, :]
+    rest = tl.exp((last_of(total, C) - total).to(tl.float32))
+
+    from_k = tl.zeros((C, BV), tl.float32)
+    from_q = tl.zeros((C, BV), tl.float32)
+    added = tl.zeros((BK, BV), tl.float32)
+    for l in range(L):
+        x = load_rows(write_k + (gate * L + l) * K, HV * L * K, left, 0, K, C, BK)
+        w = load_rows(write_v + (gate * L + l) * V, HV * L * V, left, v0, V, C, BV)
+        seen = tl.dot(keys, tl.trans(x), input_precision="ieee") * tl.where(below, gamma, 0.0)
+        from_k = tl.dot(seen.to(w.dtype), w, from_k, input_precision="ieee")
+        seen = tl.dot(queries, tl.trans(x), input_precision="ieee") * gamma
+        from_q = tl.dot(seen.to(w.dtype), w, from_q, input_precision="ieee")
+        kept = (w.to(tl.float32) * rest[:, None]).to(w.dtype)
+        added = tl.dot(tl.trans(x), kept, added, input_precision="ieee")
+    values = load_rows(v + gate * V, HV * V, left, v0, V, C, BV)
+    store_rows(target + gate * V, values.to(tl.float32) - from_k, HV * V, left, v0, V, C, BV)
+    store_rows(write_o + gate * V, from_q, HV * V, left, v0, V, C, BV)
+    at, exists = state_offsets(v0, K, V, BK, BV)
+    cell = (chunk.to(tl.int64) * HV + head) * K * V
+    tl.store(write_state + cell + at, added.to(write_state.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["T", "chunks_per_row"])
+def scan_kernel(
+    q, k, target, log_decay, beta, solve, write_o, write_state, initial, o, final, error, states,
+    offsets, chunk_start, scale, T, chunks_per_row, H, HV,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, WIDE: tl.constexpr, INITIAL: tl.constexpr, WRITES: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    """o, the final state and, for the backward pass (SAVE), e [tokens, HV, V] and the state at the start of each chunk.
+    One program: sequence, value head, slice of V."""
+    SLICES: tl.constexpr = (V + BV - 1) // BV
+    v0 = (tl.program_id(0) % SLICES) * BV
+    head = tl.program_id(0) // SLICES % HV
+    n = tl.program_id(0) // SLICES // HV
+    first, end, chunk = sequence_tokens(n, offsets, chunk_start, T, chunks_per_row, PACKED)
+    at, exists = state_offsets(v0, K, V, BK, BV)
+    own = (n.to(tl.int64) * HV + head) * K * V
+    state = tl.zeros((BK, BV), tl.float32)
+    if INITIAL:
+        state += tl.load(initial + own + at, mask=exists, other=0.0).to(tl.float32)
+    rows = tl.arange(0, C)
+    for step in range(tl.cdiv((end - first).to(tl.int32), C)):
+        token = first + step * C
+        left = (end - token).to(tl.int32)
+        gate = token * HV + head
+        read = (token * H + head // (HV // H)) * K
+        cell = ((chunk + step) * HV + head) * K * V
+        keys = load_rows(k + read, H * K, left, 0, K, C, BK)
+        values = load_rows(target + gate * V, HV * V, left, v0, V, C, BV)
+        inverse = load_rows(solve + gate * C, HV * C, left, 0, C, C, C)
+        queries = load_rows(q + read, H * K, left, 0, K, C, BK)
+        b = load_column(beta + gate, HV, left, C)
+        total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
+        grown = tl.exp(total.to(tl.float32))
+        last = last_of(total, C)
+        rest = tl.exp((last - total).to(tl.float32))
+
+        rounded = state.to(keys.dtype)
+        if SAVE:
+            tl.store(states + cell + at, rounded, mask=exists)
+        right = values.to(tl.float32) - grown[:, None] * tl.dot(keys, rounded, input_precision="ieee")
+        e = tl.dot(inverse, right.to(keys.dtype), input_precision="ieee")
+        if SAVE:
+            store_rows(error + gate * V, e, HV * V, left, v0, V, C, BV)
+        e *= b[:, None]
+        out = tl.dot(queries, rounded, input_precision="ieee") * grown[:, None]
+        seen = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        seen *= pair_decay(total[:, None], total[None, :], rows[:, None] >= rows[None, :])
+        out = tl.dot(seen.to(keys.dtype), e.to(keys.dtype), out, input_precision="ieee")
+        state *= tl.exp(last.to(tl.float32))
+        if WRITES:
+            out += load_rows(write_o + gate * V, HV * V, left, v0, V, C, BV).to(tl.float32)
+            state += tl.load(write_state + cell + at, mask=exists, other=0.0).to(tl.float32)
+        store_rows(o + gate * V, out * scale, HV * V, left, v0, V, C, BV)
+        state = tl.dot(tl.trans(keys), (e * rest[:, None]).to(keys.dtype), state, input_precision="ieee")
+    tl.store(final + own + at, state, mask=exists)

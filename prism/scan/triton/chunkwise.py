@@ -1,0 +1,187 @@
+"""The implementation that works on chunks in parallel, for long sequences and wide heads.
+
+Launch sizes depend on shapes only; sequence offsets stay on the device. `_operator.py` says what an implementation is.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from prism.scan.triton._chunkwise_backward import inputs_grad_kernel, reverse_kernel, writes_grad_kernel
+from prism.scan.triton._chunkwise_forward import scan_kernel, solve_kernel, writes_kernel
+
+MAX_KEY_WIDTH = 128  # one program holds all K rows of a slice of the state
+
+
+class Launch(NamedTuple):
+    """Warps, software stages and slice of V of one kernel."""
+
+    warps: int
+    stages: int
+    v_block: int
+
+
+class Tuning(NamedTuple):
+    chunk: int
+    solve: Launch
+    writes: Launch
+    scan: Launch
+    reverse: Launch
+    writes_grad: Launch
+    inputs_grad: Launch
+
+
+def tuning(dtype: torch.dtype, K: int, V: int) -> Tuning:
+    """Fixed launch settings: nothing is tuned at run time, so no shape costs a first call of minutes."""
+    width = max(16, triton.next_power_of_2(V))
+    narrow, wide = min(32, width), min(64, width)
+    if dtype == torch.float32:
+        one, many = Launch(4, 1, narrow), Launch(8, 1, narrow)
+        return Tuning(32, one, one, many, many, many, many)
+    solve, pass_ = Launch(4, 1, wide), Launch(4, 2, wide)
+    return Tuning(64, solve, Launch(4, 2, wide), pass_, pass_, Launch(8, 1, wide), Launch(8, 1, wide))
+
+
+class Layout(NamedTuple):
+    """Which tokens each chunk and each sequence has; the tables are None where B rows of length T say it all."""
+
+    chunks: int  # launched: every chunk and, in a packed batch, up to N surplus ones
+    chunks_per_row: int
+    sequences: int
+    offsets: Tensor | None  # [N + 1] int64, first token of each sequence
+    chunk_start: Tensor | None  # [N + 1] int64, first chunk of each sequence
+    spans: Tensor | None  # [chunks, 2] int64: a chunk's first token, the end of its sequence
+
+
+def layout(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Layout:
+    per_row = triton.cdiv(T, C)
+    if cu_seqlens is None:
+        return Layout(B * per_row, per_row, B, None, None, None)
+    sequences = cu_seqlens.numel() - 1
+    # Unchecked offsets must not lead outside the tensors: bounded and made to rise, whatever they hold.
+    offsets = cu_seqlens.to(torch.int64).clamp(0, T).cummax(0).values
+    counts = (offsets.diff() + (C - 1)) // C
+    start = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    chunk = torch.arange(per_row + sequences, device=offsets.device)
+    owner = torch.searchsorted(start[1:], chunk, right=True).clamp_(max=sequences - 1)
+    end = offsets[owner + 1]
+    spans = torch.stack([torch.minimum(offsets[owner] + (chunk - start[owner]) * C, end), end], 1)
+    return Layout(per_row + sequences, per_row, sequences, offsets, start, spans)
+
+
+def _padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def allocate(
+    q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | None, *, tuned: Tuning | None = None
+) -> list[Tensor]:
+    """Rows of each chunk's inverse [B, T, HV, C]; e = v - Sbar k [B, T, HV, V]; the state at the start of each chunk
+    [chunks, HV, K, V]. All in the dtype of q."""
+    B, T, _, K = q.shape
+    HV, V = v.shape[2:]
+    C = (tuned or tuning(q.dtype, K, V)).chunk
+    chunks = B * triton.cdiv(T, C) if cu_seqlens is None else triton.cdiv(T, C) + cu_seqlens.shape[0] - 1
+    return [q.new_empty(B, T, HV, C), v.new_empty(v.shape), q.new_empty(chunks, HV, K, V)]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, write_k: Tensor | None, write_v: Tensor | None,
+    scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None, saved: list[Tensor],
+    *, tuned: Tuning | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    tuned = tuned or tuning(q.dtype, K, V)
+    C, BK, wide = tuned.chunk, _padded(K), q.dtype == torch.float32
+    where = layout(B, T, C, cu_seqlens)
+    packed = where.spans is not None
+    tokens = (where.spans, T, where.chunks_per_row, H, HV)
+    solve, error, states = saved or (q.new_empty(B, T, HV, C), None, None)
+    final = q.new_empty(where.sequences, HV, K, V, dtype=torch.float32)
+    o = torch.empty_like(v)
+
+    at = tuned.solve
+    solve_kernel[(where.chunks * HV,)](
+        k, log_decay, beta, solve, *tokens, K, C, BK, packed, wide, "ieee" if wide else "tf32x3",
+        num_warps=at.warps, num_stages=at.stages,
+    )  # fmt: skip
+
+    target, write_o, write_state = v, None, None
+    if write_k is not None and write_v is not None:
+        at = tuned.writes
+        target, write_o = torch.empty_like(v), torch.empty_like(v)
+        write_state = q.new_empty(where.chunks, HV, K, V)
+        writes_kernel[(where.chunks * HV * triton.cdiv(V, at.v_block),)](
+            q, k, v, log_decay, write_k, write_v, target, write_o, write_state, *tokens, write_k.shape[3],
+            K, V, C, BK, at.v_block, packed, wide, num_warps=at.warps, num_stages=at.stages,
+        )  # fmt: skip
+
+    at = tuned.scan
+    scan_kernel[(where.sequences * HV * triton.cdiv(V, at.v_block),)](
+        q, k, target, log_decay, beta, solve, write_o, write_state, initial_state, o, final, error, states,
+        where.offsets, where.chunk_start, scale, T, where.chunks_per_row, H, HV,
+        K, V, C, BK, at.v_block, packed, wide, initial_state is not None, write_o is not None, bool(saved),
+        num_warps=at.warps, num_stages=at.stages,
+    )  # fmt: skip
+    return o, final
+
+
+def backward(
+    do: Tensor | None, dstate: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, write_k: Tensor | None, write_v: Tensor | None,
+    scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None, saved: list[Tensor],
+    *, tuned: Tuning | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    tuned = tuned or tuning(q.dtype, K, V)
+    C, BK, wide = tuned.chunk, _padded(K), q.dtype == torch.float32
+    where = layout(B, T, C, cu_seqlens)
+    packed, writes = where.spans is not None, write_k is not None
+    L = write_k.shape[3] if write_k is not None else 0
+    solve, error, states = saved
+    do = torch.zeros_like(v) if do is None else do
+
+    at = tuned.reverse
+    slices = triton.cdiv(V, at.v_block)
+    dv = torch.empty_like(v)
+    d_states = torch.empty_like(states)
+    d_initial = q.new_empty(where.sequences, HV, K, V, dtype=torch.float32)
+    d_beta_parts = q.new_empty(B, T, HV, slices, dtype=torch.float32)
+    reverse_kernel[(where.sequences * HV * slices,)](
+        q, k, log_decay, beta, solve, error, do, dstate, dv, d_beta_parts, d_states, d_initial,
+        where.offsets, where.chunk_start, scale, T, where.chunks_per_row, H, HV,
+        K, V, C, BK, at.v_block, packed, wide, dstate is not None, num_warps=at.warps, num_stages=at.stages,
+    )  # fmt: skip
+
+    d_write_k = d_write_v = d_kept = None
+    if write_k is not None and write_v is not None:
+        at = tuned.writes_grad
+        d_write_k, d_write_v = torch.empty_like(write_k), torch.empty_like(write_v)
+        d_kept = q.new_empty(B, T, HV, L, dtype=torch.float32)
+        writes_grad_kernel[(where.chunks * HV * L,)](
+            q, k, log_decay, write_k, write_v, do, dv, d_states, d_write_k, d_write_v, d_kept, where.spans,
+            scale, T, where.chunks_per_row, H, HV, L, K, V, C, BK, at.v_block, packed, wide,
+            num_warps=at.warps, num_stages=at.stages,
+        )  # fmt: skip
+
+    at = tuned.inputs_grad
+    # Value heads that share a key head are summed afterwards, in float32 and in one order.
+    dq = q.new_empty(B, T, HV, K, dtype=q.dtype if HV == H else torch.float32)
+    dk = torch.empty_like(dq)
+    d_log_decay, d_beta = torch.empty_like(log_decay), torch.empty_like(beta)
+    inputs_grad_kernel[(where.chunks * HV,)](
+        q, k, log_decay, beta, error, states, write_k, write_v, do, dv, d_states, d_kept, d_beta_parts,
+        dq, dk, d_log_decay, d_beta, where.spans, scale, T, where.chunks_per_row, H, HV, L, slices,
+        K, V, C, BK, at.v_block, packed, wide, writes, num_warps=at.warps, num_stages=at.stages,
+    )  # fmt: skip
+    if HV != H:
+        dq = dq.unflatten(2, (H, HV // H)).sum(3).to(q.dtype)
+        dk = dk.unflatten(2, (H, HV // H)).sum(3).to(k.dtype)
+    d_initial = None if initial_state is None else d_initial
+    return dq, dk, dv, d_log_decay, d_beta, d_write_k, d_write_v, d_initial
