@@ -1,0 +1,180 @@
+"""What the probes read of a layer: the factors that its scan receives, and exact replays from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from prism import prism_scan
+from prism._hookpoints import Attached
+
+SCAN_INPUTS = ("k", "v", "log_decay", "beta", "write_k", "write_v")
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The inputs of one layer's scan, in float32 (float64 where the model is), L = 0 where nothing is refined.
+
+    stored is the dtype that the layer held k, v and the writes in: what tolerances follow.
+    """
+
+    layer: int
+    stored: torch.dtype
+    k: Float[Tensor, "B T H K"]
+    v: Float[Tensor, "B T HV V"]
+    log_decay: Float[Tensor, "B T HV"]
+    beta: Float[Tensor, "B T HV"]
+    write_k: Float[Tensor, "B T HV L K"]
+    write_v: Float[Tensor, "B T HV L V"]
+    extra: dict[str, Tensor]
+
+    @property
+    def key(self) -> Float[Tensor, "B T HV K"]:
+        """k with one copy per value head."""
+        return self.k.repeat_interleave(self.v.shape[2] // self.k.shape[2], dim=2)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(V, K) of the state."""
+        return self.v.shape[-1], self.k.shape[-1]
+
+    def slice(self, start: int, stop: int) -> Factors:
+        """Tokens start to stop."""
+        return replace(self, **{name: getattr(self, name)[:, start:stop] for name in SCAN_INPUTS}, extra={})
+
+    def scan(
+        self, q: Float[Tensor, "B T H K"], initial_state: Tensor | None = None, **changes: Tensor | None
+    ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "B HV K V"]]:
+        """S_t q_t at scale 1 for every token, and the last state; changes replace scan inputs by name."""
+        given: dict[str, Any] = {name: getattr(self, name) for name in SCAN_INPUTS} | changes
+        out, state = prism_scan(
+            q, **given, scale=1.0, initial_state=initial_state, output_final_state=True, validate=False
+        )
+        assert state is not None
+        return out, state
+
+    @property
+    def base_key(self) -> Float[Tensor, "B T HV K"]:
+        """The key that the anchor answers for: the mixer's own k, which is not the scan's where kappa^1 erases."""
+        key = self.extra.get("k", self.k)
+        return key.repeat_interleave(self.v.shape[2] // key.shape[2], dim=2)
+
+    def read_before(
+        self,
+        key: Float[Tensor, "B T HV K"] | None = None,
+        initial_state: Float[Tensor, "B HV K V"] | None = None,
+    ) -> Float[Tensor, "B T HV V"]:
+        """S_{t-1} k_t for every token, exactly; alpha_t times it is Sbar_t k_t. key stands for k where given.
+
+        One scan whose query at t is k_{t+1}: what it reads after token t is the read before token t + 1.
+        """
+        grouped, key = (self.k, self.key) if key is None else (key, key)
+        factors = self if grouped.shape[2] == self.k.shape[2] else replace(self, k=self.key)
+        query = torch.cat([grouped[:, 1:], torch.zeros_like(grouped[:, :1])], 1)
+        after, _ = factors.scan(query, initial_state)
+        if initial_state is None:
+            first = torch.zeros_like(after[:, :1])
+        else:
+            first = torch.einsum("bhkv,bhk->bhv", initial_state.to(after), key[:, 0])[:, None]
+        return torch.cat([first, after[:, :-1]], 1)
+
+    def states(
+        self, at: Sequence[int] | Int[Tensor, " P"], initial_state: Tensor | None = None
+    ) -> Float[Tensor, "B P HV K V"]:
+        """The state after each of the ascending positions `at`, replayed segment by segment."""
+        return torch.stack(list(self.replay(at, initial_state)), 1)
+
+    def replay(
+        self, at: Sequence[int] | Int[Tensor, " P"], initial_state: Tensor | None = None
+    ) -> Iterator[Float[Tensor, "B HV K V"]]:
+        """The states of `states`, one after the other: only one is held at a time."""
+        state, start = initial_state, 0
+        for position in at:
+            part = self.slice(start, int(position) + 1)
+            state = part.scan(torch.zeros_like(part.k), state)[1]
+            start = int(position) + 1
+            yield state
+
+
+def layers(model: Any, inputs: Int[Tensor, "B T"], extra: Sequence[str] = ()) -> Iterator[Factors]:
+    """What the scan of every layer receives in one forward pass on inputs, with further tensors by hook name in `.extra`.
+
+    Layers whose mixer feeds no scan (attention, say) are passed over. Attaches to the mixers' hook points for this one
+    pass and takes away only what it attached, also after an exception. The mixer's own k and v are always in `.extra`.
+
+    Raises ValueError where no layer feeds the scan, where such a layer lacks a tensor of `extra`, and where a hook of the
+    user's replaces a state: a replay from factors would not show what the model did.
+    """
+    if inputs.ndim != 2 or inputs.is_floating_point():
+        raise ValueError(f"inputs: expected integer tokens [B, T], got {inputs.dtype} {tuple(inputs.shape)}")
+    found: dict[int, dict[str, Any]] = {}
+    attached = []
+
+    def factors(scanned: Any, patches: dict, *, hook: Any) -> None:
+        if patches:
+            raise ValueError(
+                f"hook at {hook.name}: a state is replaced at {sorted(patches)}; remove it to probe"
+            )
+        found[hook.layer]["scan"] = scanned
+
+    def keep(tensor: Tensor, *, hook: Any) -> None:
+        found[hook.layer][hook.name.rsplit(".", 1)[1]] = tensor.detach().clone()
+
+    try:
+        for i, block in enumerate(model.blocks):
+            points = block.mixer.points
+            if "state" not in points.names:
+                continue
+            missing = [name for name in extra if name not in points.names]
+            if missing:
+                raise ValueError(
+                    f"model: expected {', '.join(missing)} in blocks.{i}.mixer, which has {', '.join(points.names)}"
+                )
+            found[i] = {}
+            extra = [*extra, *({"k", "v"} - set(extra))]
+            items = [Attached("state", "factors", factors), *(Attached(name, "read", keep) for name in extra)]
+            for item in items:
+                points.attached.append(item)
+                attached.append((points, item))
+        if not found:
+            raise ValueError("model: expected at least one layer whose mixer feeds the scan, got none")
+        model(inputs.to(next(model.parameters()).device))
+    finally:
+        for points, item in attached:
+            points.attached[:] = [other for other in points.attached if other is not item]
+    for i in list(found):
+        yield _of_layer(i, found.pop(i))
+
+
+def _of_layer(layer: int, read: dict[str, Any]) -> Factors:
+    scanned = read.pop("scan")
+    stored = scanned.k.dtype
+    wide = torch.promote_types(stored, torch.float32)
+    k, v = scanned.k.to(wide), scanned.v.to(wide)
+    none = v.new_zeros(*v.shape[:3], 0, 1)
+    write_k = (
+        none.expand(*none.shape[:-1], k.shape[-1]) if scanned.write_k is None else scanned.write_k.to(wide)
+    )
+    write_v = (
+        none.expand(*none.shape[:-1], v.shape[-1]) if scanned.write_v is None else scanned.write_v.to(wide)
+    )
+    return Factors(layer, stored, k, v, scanned.log_decay.to(wide), scanned.beta.to(wide), write_k, write_v,
+                   {name: tensor.to(wide) for name, tensor in read.items()})  # fmt: skip
+
+
+def positions(at: Sequence[int] | Tensor | None, tokens: int, default: int = 64) -> list[int]:
+    """Ascending token positions: those given (negative ones count from the end), or `default` evenly spread ones."""
+    if at is None:
+        return sorted(
+            {round(i * (tokens - 1) / max(1, min(default, tokens) - 1)) for i in range(min(default, tokens))}
+        )
+    given = [int(p) for p in at]
+    outside = [p for p in given if not -tokens <= p < tokens]
+    if outside or not given:
+        raise ValueError(f"at: expected positions in -{tokens}..{tokens - 1}, got {outside or 'none'}")
+    return sorted({p % tokens for p in given})

@@ -1,0 +1,113 @@
+"""One look for every figure: 3.25 inches wide (a column of a paper), Okabe-Ito colours, markers and line styles."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xarray as xr
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe & Ito (2008), yellow left out: it cannot be read as a thin line on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+STYLES = ("-", "--", "-.", ":")
+WIDTH = 3.25
+FONT = 8
+
+
+def new_axes(ax: Axes | None, height: float = 2.5) -> Axes:
+    """The given Axes, or one in a new figure of column width."""
+    import matplotlib.pyplot as plt
+
+    if ax is None:
+        _, ax = plt.subplots(figsize=(WIDTH, height), layout="constrained")
+    ax.tick_params(labelsize=FONT - 1)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def finish(ax: Axes, xlabel: str, ylabel: str, title: str = "", legend: bool = True) -> Axes:
+    ax.set_xlabel(xlabel, fontsize=FONT)
+    ax.set_ylabel(ylabel, fontsize=FONT)
+    if title:
+        ax.set_title(title, fontsize=FONT)
+    if legend and ax.get_legend_handles_labels()[0]:
+        ax.legend(fontsize=FONT - 1.5, frameon=False, handlelength=2.2, labelspacing=0.3, borderaxespad=0.2)
+    return ax
+
+
+def save(figure: Axes | Figure, path: str | Path) -> tuple[Path, Path]:
+    """Write `path`.pdf and `path`.png (300 dpi); a suffix on path is replaced. Returns both paths."""
+    found = figure if hasattr(figure, "savefig") else figure.figure
+    stem = Path(path)
+    stem = stem.with_suffix("") if stem.suffix in {".pdf", ".png"} else stem
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    pdf, png = (stem.with_name(stem.name + suffix) for suffix in (".pdf", ".png"))
+    found.savefig(pdf)
+    found.savefig(png, dpi=300)
+    return pdf, png
+
+
+def look(i: int) -> dict[str, object]:
+    """Colour, marker and line style of the i-th series."""
+    return {
+        "color": COLOURS[i % len(COLOURS)],
+        "marker": MARKERS[i % len(MARKERS)],
+        "linestyle": STYLES[(i // len(COLOURS) + i) % len(STYLES)],
+        "markersize": 3,
+        "linewidth": 1.1,
+    }
+
+
+def line_with_band(
+    ax: Axes, x: Sequence[float] | np.ndarray, values: xr.DataArray, along: str, i: int, label: str
+) -> None:
+    """Median over every dimension but `along`, with the 10th to 90th percentile as a band."""
+    others = [dim for dim in values.dims if dim != along]
+    with warnings.catch_warnings():  # a token where nothing is defined is a gap in the line
+        warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
+        bands = (
+            values.quantile([0.1, 0.5, 0.9], dim=others, skipna=True)
+            if others
+            else values.expand_dims(quantile=3)
+        )
+    low, mid, high = bands.transpose("quantile", along).values
+    style = look(i)
+    every = max(1, len(mid) // 12)
+    ax.plot(x, mid, label=label, markevery=(i % every, every), **style)  # type: ignore[arg-type]
+    if others and values.size > len(mid):
+        ax.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)  # type: ignore[arg-type]
+
+
+def reference(ax: Axes, y: float | np.ndarray, label: str, x: np.ndarray | None = None) -> None:
+    """A bound, chance or ceiling: a thin grey line (a curve where x is given)."""
+    style = {"color": "0.35", "linewidth": 0.9, "linestyle": (0, (4, 2)), "label": label, "zorder": 1}
+    if x is None:
+        ax.axhline(float(y), **style)  # type: ignore[arg-type]
+    else:
+        ax.plot(x, y, **style)  # type: ignore[arg-type]
+
+
+def pick(values: Sequence | np.ndarray, limit: int) -> list:
+    """At most `limit` of the values, evenly spread, the first and the last among them."""
+    chosen = np.unique(np.linspace(0, len(values) - 1, min(limit, len(values))).round().astype(int))
+    return [values[i] for i in chosen]
+
+
+def count_label(ds: xr.Dataset | xr.DataArray, *dims: str) -> str:
+    """`n = 64 sequences, 2 heads`: what a median or mean in the figure is taken over."""
+    words = {"sample": "sequences", "head": "heads", "token": "tokens", "seed": "seeds", "trial": "trials"}
+    parts = [
+        f"{ds.sizes[d]} {words.get(d, d)}"
+        for d in dims
+        if d in ds.sizes and (ds.sizes[d] > 1 or d == dims[0])
+    ]
+    parts = [p[:-1] if p.startswith("1 ") and p.endswith("s") else p for p in parts]
+    return "n = " + ", ".join(parts) if parts else ""
