@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from prism import prism_scan
-from prism._hookpoints import Attached
 
+MAX_BYTES = 4 << 30
 SCAN_INPUTS = ("k", "v", "log_decay", "beta", "write_k", "write_v")
 
 
@@ -102,69 +102,58 @@ class Factors:
 
 
 def layers(model: Any, inputs: Int[Tensor, "B T"], extra: Sequence[str] = ()) -> Iterator[Factors]:
-    """What the scan of every layer receives in one forward pass on inputs, with further tensors by hook name in `.extra`.
+    """What the scan of every layer receives for `inputs`, with further tensors by short hook name in `.extra`.
 
-    Layers whose mixer feeds no scan (attention, say) are passed over. Attaches to the mixers' hook points for this one
-    pass and takes away only what it attached, also after an exception. The mixer's own k and v are always in `.extra`.
+    The mixer's own k, v and beta are in `.extra` wherever it has them. Layers whose mixer feeds no scan (attention, say)
+    are passed over. As many layers are read in one forward pass as fit 4 GiB. Interventions that the user has active on
+    the model count: what is measured is the run with them.
 
-    Raises ValueError where no layer feeds the scan, where such a layer lacks a tensor of `extra`, and where a hook of the
-    user's replaces a state: a replay from factors would not show what the model did.
+    Raises ValueError where no layer feeds the scan, where such a layer lacks a tensor of `extra`, and where a hook replaces
+    a state: a replay from factors would not show what the model then did.
     """
     if inputs.ndim != 2 or inputs.is_floating_point():
-        raise ValueError(f"inputs: expected integer tokens [B, T], got {inputs.dtype} {tuple(inputs.shape)}")
-    found: dict[int, dict[str, Any]] = {}
-    attached = []
-
-    def factors(scanned: Any, patches: dict, *, hook: Any) -> None:
-        if patches:
-            raise ValueError(
-                f"hook at {hook.name}: a state is replaced at {sorted(patches)}; remove it to probe"
-            )
-        found[hook.layer]["scan"] = scanned
-
-    def keep(tensor: Tensor, *, hook: Any) -> None:
-        found[hook.layer][hook.name.rsplit(".", 1)[1]] = tensor.detach().clone()
-
-    try:
-        for i, block in enumerate(model.blocks):
-            points = block.mixer.points
-            if "state" not in points.names:
-                continue
-            missing = [name for name in extra if name not in points.names]
-            if missing:
-                raise ValueError(
-                    f"model: expected {', '.join(missing)} in blocks.{i}.mixer, which has {', '.join(points.names)}"
-                )
-            found[i] = {}
-            extra = [*extra, *({"k", "v"} - set(extra))]
-            items = [Attached("state", "factors", factors), *(Attached(name, "read", keep) for name in extra)]
-            for item in items:
-                points.attached.append(item)
-                attached.append((points, item))
-        if not found:
-            raise ValueError("model: expected at least one layer whose mixer feeds the scan, got none")
-        model(inputs.to(next(model.parameters()).device))
-    finally:
-        for points, item in attached:
-            points.attached[:] = [other for other in points.attached if other is not item]
-    for i in list(found):
-        yield _of_layer(i, found.pop(i))
+        raise ValueError(f"inputs: expected integer tokens [B, T], got {inputs.dtype} {list(inputs.shape)}")
+    inputs = inputs.to(next(model.parameters()).device)
+    B, T = inputs.shape
+    have = model.hook_shapes(B, T)
+    groups: list[dict[int, list[str]]] = []
+    size = 0
+    for i, block in enumerate(model.blocks):
+        here = f"blocks.{i}.mixer."
+        if here + "state" not in have or here + "log_decay" not in have:
+            continue
+        missing = [name for name in extra if here + name not in have]
+        if missing:
+            names = ", ".join(n.removeprefix(here) for n in have if n.startswith(here))
+            raise ValueError(f"model: expected {', '.join(missing)} in blocks.{i}.mixer, which has {names}")
+        if any(True for _ in block.mixer.points.of("state", "edit")):
+            raise ValueError(f"model: expected no hook that replaces the state of blocks.{i}.mixer while it is probed")
+        names = [here + name for name in dict.fromkeys((*extra, "k", "v", "beta")) if here + name in have]
+        bytes_here = model.estimate_cache_bytes((B, T), [*names, here + "state"])
+        if not groups or size + bytes_here > MAX_BYTES:
+            groups.append({})
+            size = 0
+        groups[-1][i] = names
+        size += bytes_here
+    if not groups:
+        raise ValueError("model: expected at least one layer whose mixer feeds the scan, got none")
+    for group in groups:
+        wanted = [name for i, names in group.items() for name in [*names, f"blocks.{i}.mixer.state"]]
+        _, cache = model.run_with_cache(inputs, names=wanted, max_bytes=max(MAX_BYTES, size))
+        for i, names in group.items():
+            yield _of_layer(i, cache.factors(i), {name.rsplit(".", 1)[1]: cache[name] for name in names})
 
 
-def _of_layer(layer: int, read: dict[str, Any]) -> Factors:
-    scanned = read.pop("scan")
+def _of_layer(layer: int, scanned: Any, extra: dict[str, Tensor]) -> Factors:
     stored = scanned.k.dtype
     wide = torch.promote_types(stored, torch.float32)
-    k, v = scanned.k.to(wide), scanned.v.to(wide)
-    none = v.new_zeros(*v.shape[:3], 0, 1)
-    write_k = (
-        none.expand(*none.shape[:-1], k.shape[-1]) if scanned.write_k is None else scanned.write_k.to(wide)
+    k, v, log_decay, beta = (t.to(wide) for t in (scanned.k, scanned.v, scanned.log_decay, scanned.beta))
+    write_k, write_v = (
+        v.new_zeros(*v.shape[:3], 0, like.shape[-1]) if write is None else write.to(wide)
+        for write, like in ((scanned.write_k, k), (scanned.write_v, v))
     )
-    write_v = (
-        none.expand(*none.shape[:-1], v.shape[-1]) if scanned.write_v is None else scanned.write_v.to(wide)
-    )
-    return Factors(layer, stored, k, v, scanned.log_decay.to(wide), scanned.beta.to(wide), write_k, write_v,
-                   {name: tensor.to(wide) for name, tensor in read.items()})  # fmt: skip
+    extra = {name: tensor.to(wide) for name, tensor in extra.items()}
+    return Factors(layer, stored, k, v, log_decay, beta, write_k, write_v, extra)
 
 
 def positions(at: Sequence[int] | Tensor | None, tokens: int, default: int = 64) -> list[int]:

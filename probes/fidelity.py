@@ -88,8 +88,7 @@ def solver_fidelity(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
     NaN where a matrix is zero. A model with the "state" anchor scores 1 and 0 against serial: the yardstick.
     """
     found = {}
-    beta = ["beta"] if model.config.erase != "step" else []
-    for f in _factors.layers(model, inputs, ["write_k", "write_v", "anchor", *beta]):
+    for f in _factors.layers(model, inputs, ["write_k", "write_v", "anchor"]):
         alpha = f.log_decay.exp()[..., None]
         read = alpha * f.read_before(f.base_key)
         serial, serial_update = _serial(model.blocks[f.layer].mixer, f, read, alpha)
