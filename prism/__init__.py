@@ -1,4 +1,6 @@
-"""PRISM: Gated DeltaNet with a rank-L, input-anchored write per token, and everything needed to look inside."""
+"""PRISM: Gated DeltaNet with a rank-L, input-anchored write per token, and everything needed to look
+inside.
+"""
 
 from prism.config import PrismConfig
 from prism.mixer import PrismCache, PrismMixer

@@ -1,6 +1,7 @@
 """The named tensors of one module, and the functions attached to them while someone looks or intervenes.
 
-A module asks `points.active` (an attribute look-up and a truth value) and does nothing else when nothing is attached.
+A module asks `points.active` (an attribute look-up and a truth value) and does nothing else when nothing is
+attached.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Hook:
 class Pinned(NamedTuple):
     """A function may return this instead of a tensor: `values` where `mask` is true, the rest left alone.
 
-    In the refinement it also fixes elements whose new value equals the old one, which a plain tensor does not.
+    In the refinement it also fixes elements whose new value equals the old one, which a plain tensor does
+    not.
     """
 
     values: Tensor
@@ -38,8 +40,8 @@ class Pinned(NamedTuple):
 class Attached:
     """One function at one point.
 
-    kind: "edit" may replace the tensor; "read" sees the final one; "backward" its gradient; "factors", at a state,
-    what the scan was given.
+    kind: "edit" may replace the tensor; "read" sees the final one; "backward" its gradient; "factors", at a
+    state, what the scan was given.
     """
 
     name: str
@@ -52,8 +54,9 @@ class Attached:
 class HookPoints:
     """Points of one module: short names, and what is attached to each.
 
-    `edit` runs the edits of a point in the order of attachment and returns the tensor to go on with; `read` shows the
-    final tensor to the readers. A module calls `edit` where the tensor is made and `read` where it can no longer change.
+    `edit` runs the edits of a point in the order of attachment and returns the tensor to go on with; `read`
+    shows the final tensor to the readers. A module calls `edit` where the tensor is made and `read` where
+    it can no longer change.
     """
 
     def __init__(self, *names: str) -> None:
@@ -83,9 +86,12 @@ class HookPoints:
 
     def edit(self, name: str, tensor: Tensor) -> Tensor:
         for item in self.of(name, "edit"):
-            made = self.apply(item, tensor)
-            tensor = torch.where(made.mask, made.values, tensor) if isinstance(made, Pinned) else made
+            tensor = self.replace(item, tensor)
         return tensor
+
+    def replace(self, item: Attached, tensor: Tensor) -> Tensor:
+        made = self.apply(item, tensor)
+        return torch.where(made.mask, made.values, tensor) if isinstance(made, Pinned) else made
 
     def apply(self, item: Attached, tensor: Tensor) -> Tensor | Pinned:
         """What the function makes of the tensor: its return value, or its in-place edits of a private copy.
@@ -125,7 +131,9 @@ class HookPoints:
 
 
 def on_gradient(tensor: Tensor, function: Callable[..., Any], hook: Hook) -> None:
-    """Calls function(gradient, hook=hook) in the backward pass; what it returns, if anything, goes upstream."""
+    """Calls function(gradient, hook=hook) in the backward pass; what it returns, if anything, goes
+    upstream.
+    """
     if not tensor.requires_grad:
         raise RuntimeError(
             f"backward hook at {hook.name}: the tensor has no gradient (no_grad, or frozen parameters)"
@@ -134,9 +142,8 @@ def on_gradient(tensor: Tensor, function: Callable[..., Any], hook: Hook) -> Non
     def call(gradient: Tensor) -> Tensor | None:
         made = function(gradient.clone(), hook=hook)
         if made is not None and made.shape != gradient.shape:
-            raise ValueError(
-                f"backward hook at {hook.name}: expected shape {list(gradient.shape)}, came {list(made.shape)}"
-            )
+            shapes = f"expected a gradient of shape {list(gradient.shape)}, came {list(made.shape)}"
+            raise ValueError(f"backward hook at {hook.name}: {shapes}")
         return made
 
     tensor.register_hook(call)
@@ -156,10 +163,11 @@ def on_gradients(steps: tuple[Tensor, ...], function: Callable[..., Any], hook: 
             seen.clear()
             if function(torch.stack(parts, 3), hook=hook) is not None:
                 raise ValueError(
-                    f"backward hook at {hook.name}: expected None (the gradients of a chain can only be read), came a value"
+                    f"backward hook at {hook.name}: expected None (it can only read), came a value"
                 )
 
-    for l, tensor in enumerate(steps):
+    # Step 0 last: where the steps are one tensor, its hooks run in the order of registration.
+    for l, tensor in reversed(list(enumerate(steps))):
         if tensor.requires_grad:
             tensor.register_hook(partial(gather, l))
         elif l == 0:

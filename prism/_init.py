@@ -1,8 +1,8 @@
 """Initial values that are a pure function of (seed, parameter name): the same on every device, in every arm.
 
-Each parameter is drawn on the CPU from a generator of its own, keyed on the seed and the parameter's dotted name.
-Two models that differ in one ingredient therefore start from equal values wherever they have the same parameter,
-and comparisons can be paired by seed. The global generator is not touched.
+Each parameter is drawn on the CPU from a generator of its own, keyed on the seed and the parameter's dotted
+name. Two models that differ in one ingredient therefore start from equal values wherever they have the same
+parameter, and comparisons can be paired by seed. The global generator is not touched.
 """
 
 from __future__ import annotations

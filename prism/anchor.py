@@ -1,4 +1,5 @@
-"""The anchor u_t: what stands for the true read Sbar_t k_t in the refinement (Eq. 9), and the causal convolution.
+"""The anchor u_t: what stands for the true read Sbar_t k_t in the refinement (Eq. 9), and the causal
+convolution.
 
 Shapes: B batch, T tokens, C channels, W taps, d model width, HV value heads, V value width.
 """
@@ -33,9 +34,10 @@ def causal_conv(
 class Anchor(nn.Module):
     """u_t in value space R^{HV V}, from the tokens up to t.
 
-    kind "shortconv": SiLU(ShortConv x) (Algorithm 1, line 4); "token": SiLU(x_t); "none": x_t, to be read by the
-    refinement's projections but not subtracted. Where d differs from HV V, a learned projection follows. The fourth
-    kind, "state", is the true read and depends on the recurrence: `prism.refinement.true_read`.
+    kind "shortconv": SiLU(ShortConv x) (Algorithm 1, line 4); "token": SiLU(x_t); "none": x_t, to be read
+    by the refinement's projections but not subtracted. Where d differs from HV V, a learned projection
+    follows. The fourth kind, "state", is the true read and depends on the recurrence:
+    `prism.refinement.true_read`.
     """
 
     def __init__(self, config: PrismConfig) -> None:

@@ -1,8 +1,8 @@
 """`PrismConfig`: every choice of architecture in one frozen record, and the presets of the paper.
 
 A field is one ingredient; two configurations that differ in one field differ in that ingredient alone. Fields
-that a mixer does not have (refinement fields at `n_refine=0`) are kept and ignored by it. Sizes: B batch, T tokens,
-H key heads, HV value heads, K key width, V value width, L refinement steps.
+that a mixer does not have (refinement fields at `n_refine=0`) are kept and ignored by it. Sizes: B batch, T
+tokens, H key heads, HV value heads, K key width, V value width, L refinement steps.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class PrismConfig:
         vocab_size, d_model, n_layers: sizes. A mixer on its own ignores `vocab_size` and `n_layers`.
         n_heads (H), n_value_heads (HV, a multiple of H; default H), head_dim (K; default d_model // n_heads),
         expand_v: V = head_dim * expand_v, a whole number.
-        mlp_ratio: hidden width of the GELU MLP over d_model; 0: no MLP. output_gate: SiLU gate after the head norm.
+        mlp_ratio: hidden width of the GELU MLP over d_model; 0: no MLP. output_gate: SiLU gate after the
+        head norm.
         tie_embeddings: the read-out is the embedding. mixer: a name of `prism.mixer.MIXERS`.
         norm_eps: epsilon of every RMSNorm. scan_backend: handed to `prism_scan`.
     Base path (Gated DeltaNet)
@@ -75,22 +76,25 @@ class PrismConfig:
         qkv_activation: after it; "silu" as in Gated DeltaNet, with or without the convolution.
         qk_norm: L2-normalise q and k per head. scale: of the read; None: K^-1/2.
         base_write: the write beta v k^T.
-        erase: range of beta: "sigmoid" (0, 1), "two_sigmoid" (0, 2), "raw" (unbounded); "none": nothing is erased and
-            beta v k^T (beta a sigmoid) is an additive write; "step": the erase uses kappa^1 and b^1 (Eq. 18).
+        erase: range of beta: "sigmoid" (0, 1), "two_sigmoid" (0, 2), "raw" (unbounded); "none": nothing is
+            erased and beta v k^T (beta a sigmoid) is an additive write; "step": the erase uses kappa^1 and
+            b^1 (Eq. 18).
         decay: "gdn": exp(-exp(A_log) softplus(a + dt_bias)); "sigmoid": sigmoid(a); "none": 1.
         source: what the base projections read: the "token" x_t or the "anchor" u_t (Algorithm 1).
     Refinement (n_refine = L steps; L = 0 is Gated DeltaNet and has no refinement parameters)
-        anchor: u_t = SiLU(ShortConv x) "shortconv" of anchor_width taps; SiLU(x_t) "token"; x_t "none", and nothing is
-            subtracted in r^1; the true read Sbar_t k_t "state" (serial, slow: the yardstick).
+        anchor: u_t = SiLU(ShortConv x) "shortconv" of anchor_width taps; SiLU(x_t) "token"; x_t "none", and
+            nothing is subtracted in r^1; the true read Sbar_t k_t "state" (serial, slow: the yardstick).
         activation: phi. gain: p^l linear in u "learned", its "sigmoid", or constant "one".
         refine_keys: kappa^l a projection per step "own", one for all "shared", or k itself "base".
-        refine_key_norm: L2-normalise kappa per head. refine_rank: width of a bottleneck in W_kappa and W_p; None: full.
+        refine_key_norm: L2-normalise kappa per head. refine_rank: width of a bottleneck in W_kappa and W_p;
+        None: full.
         residual: r^{l+1} = r^l - delta^l "subtract", or r^l "keep".
         residual_start: r^1 = v - u "value-anchor" (Eq. 14), or v "value".
         step_gate: range of b, as for erase. step_gate_bias: start of a learned bias of b; None: no bias.
 
     Raises:
-        ValueError: an unknown field, or an impossible value or combination, named with what was expected and what came.
+        ValueError: an unknown field, or an impossible value or combination, named with what was expected
+        and what came.
     Warns:
         UserWarning: combinations that are legal and degenerate.
     """
@@ -171,7 +175,7 @@ class PrismConfig:
     def _check_sizes(self) -> None:
         if self.head_dim is None and self.d_model % self.n_heads:
             raise ValueError(
-                f"n_heads: expected a divisor of d_model={self.d_model} where head_dim is not given, came {self.n_heads}"
+                f"n_heads: expected a divisor of d_model={self.d_model} or a head_dim, came {self.n_heads}"
             )
         if self.value_heads % self.n_heads:
             raise ValueError(
@@ -180,17 +184,19 @@ class PrismConfig:
         width = self.key_dim * self.expand_v
         if width < 1 or not math.isclose(width, round(width), rel_tol=1e-9):
             raise ValueError(
-                f"expand_v: expected head_dim={self.key_dim} times it to be a whole number >= 1, came {self.expand_v}"
+                f"expand_v: expected head_dim={self.key_dim} times it to be whole, came {self.expand_v}"
             )
         if self.mlp_ratio and round(self.mlp_ratio * self.d_model) < 1:
             raise ValueError(
-                f"mlp_ratio: expected 0 or at least one hidden unit at d_model={self.d_model}, came {self.mlp_ratio}"
+                f"mlp_ratio: expected 0 or enough for a hidden unit at d_model={self.d_model}, "
+                f"came {self.mlp_ratio}"
             )
 
     def _check_combinations(self) -> None:
         if self.n_refine == 0 and (not self.base_write or self.erase == "step"):
             raise ValueError(
-                "n_refine: expected at least 1 where base_write=False or erase='step' (nothing would be written), came 0"
+                "n_refine: expected at least 1 where base_write=False or erase='step' (nothing is written else), "
+                "came 0"
             )
         if self.erase == "step" and self.base_write:
             raise ValueError(
@@ -207,8 +213,8 @@ class PrismConfig:
             and self.mixer == "prism"
         ):
             warnings.warn(
-                "gain='one' with activation='identity' and residual='subtract' makes delta^1 = r^1, so every later "
-                "delta is 0: the model has one refinement step, whatever n_refine says",
+                "gain='one' with activation='identity' and residual='subtract' makes delta^1 = r^1, so every "
+                "later delta is 0: the model has one refinement step, whatever n_refine says",
                 UserWarning,
                 stacklevel=4,
             )
@@ -230,11 +236,12 @@ class PrismConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> PrismConfig:
-        """A preset ("gdn", "prism", "paper", "closed_form"; see `PRESETS`) with fields changed; `vocab_size` is needed.
+        """A preset ("gdn", "prism", "paper", "closed_form"; see `PRESETS`) with fields changed;
+        `vocab_size` is needed.
 
-        "paper" is Algorithm 1 and Eq. 18 to the letter: its gates and keys are unbounded, which is unstable by
-        construction (eigenvalues of A_t far outside the unit circle). `step_gate="sigmoid", refine_key_norm=True`
-        bounds them; otherwise non-finite values are allowed to show.
+        "paper" is Algorithm 1 and Eq. 18 to the letter: its gates and keys are unbounded, which is unstable
+        by construction (eigenvalues of A_t far outside the unit circle). `step_gate="sigmoid",
+        refine_key_norm=True` bounds them; otherwise non-finite values are allowed to show.
         """
         if name not in PRESETS:
             raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, came {name!r}")
@@ -252,7 +259,9 @@ class PrismConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> PrismConfig:
-        """Inverse of `to_dict`; fields that are missing take their defaults, unknown ones raise ValueError."""
+        """Inverse of `to_dict`; fields that are missing take their defaults, unknown ones raise
+        ValueError.
+        """
         if "vocab_size" not in fields:
             raise ValueError("vocab_size: expected an integer >= 1, came nothing")
         return cls(**fields)

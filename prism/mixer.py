@@ -27,8 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +52,8 @@ def register(name: str) -> Callable[[Any], Any]:
         forward(x [B, T, d], cache=None, use_cache=False) -> y [B, T, d], or (y, cache) with `use_cache`;
             causal; a cache is never edited in place; no value-dependent control flow (it runs under vmap);
         initialize(init: Initializer): fills the parameters, each by its name;
-        state_size() -> (state, tails): floats per sequence of the cache at the end of it (0 where it grows with T);
+        state_size() -> (state, tails): floats per sequence of the cache at the end of it (0 where it grows
+        with T);
         points: a HookPoints; point_shapes(B, T) -> {name: shape} for each of its names.
     """
 
@@ -88,9 +88,21 @@ class ScanFactors(NamedTuple):
     write_v: Float[Tensor, "B T HV R V"] | None
     initial_state: Float[Tensor, "B HV K V"] | None
 
+    def part(self, start: int, stop: int, initial_state: Tensor | None) -> ScanFactors:
+        """Tokens start to stop - 1, from another state."""
+        tensors = [None if f is None else f[:, start:stop] for f in self[:-1]]
+        return ScanFactors._make([*tensors, initial_state])
+
+    def scan(self, q: Float[Tensor, "B T H K"], **options: Any) -> tuple[Tensor, Tensor]:
+        """`prism_scan` of these."""
+        made = prism_scan(q, *self[:-1], initial_state=self.initial_state, **options)  # type: ignore[arg-type]
+        return cast(tuple[Tensor, Tensor], made)
+
 
 class PrismCache(NamedTuple):
-    """What a mixer needs of the tokens so far. A value: later passes make a new one and leave this one alone."""
+    """What a mixer needs of the tokens so far. A value: later passes make a new one and leave this one
+    alone.
+    """
 
     state: Float[Tensor, "B HV K V"]
     conv: Float[Tensor, "B W1 C"] | None
@@ -103,10 +115,10 @@ class PrismCache(NamedTuple):
 class PrismMixer(nn.Module):
     """Sequence mixer, x [B, T, d] -> y [B, T, d], of any `PrismConfig`.
 
-    At n_refine=0 it has exactly the parameters of Gated DeltaNet: `in_proj` stacks the rows of fla's q_proj, k_proj,
-    v_proj, g_proj, b_proj and a_proj (those in use, in this order; `rows` gives the sizes), `conv` the three
-    convolutions' channels; A_log, dt_bias, `norm` and `out_proj` are fla's own. A_log and dt_bias are flagged
-    `_no_weight_decay`.
+    At n_refine=0 it has exactly the parameters of Gated DeltaNet: `in_proj` stacks the rows of fla's
+    q_proj, k_proj, v_proj, g_proj, b_proj and a_proj (those in use, in this order; `rows` gives the sizes),
+    `conv` the three convolutions' channels; A_log, dt_bias, `norm` and `out_proj` are fla's own. A_log and
+    dt_bias are flagged `_no_weight_decay`.
     """
 
     def __init__(
@@ -153,8 +165,8 @@ class PrismMixer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, init: Initializer) -> None:
-        """fla's: linear and convolution weights uniform within 1 / sqrt(fan in), A uniform in (0, 16], dt log-uniform
-        in [1e-3, 0.1] and inverse-softplus."""
+        """fla's: linear and convolution weights uniform within 1 / sqrt(fan in), A uniform in (0, 16], dt
+        log-uniform in [1e-3, 0.1] and inverse-softplus."""
         for rows, (name, size) in zip(
             self.in_proj.split(list(self.rows.values())), self.rows.items(), strict=True
         ):
@@ -179,7 +191,9 @@ class PrismMixer(nn.Module):
     def forward(
         self, x: Float[Tensor, "B T d"], cache: PrismCache | None = None, use_cache: bool = False
     ) -> Any:
-        """y [B, T, d]; with `use_cache` also the cache after the last token, to be passed with the tokens that follow."""
+        """y [B, T, d]; with `use_cache` also the cache after the last token, to be passed with the tokens
+        that follow.
+        """
         config, points = self.config, self.points
         before = PrismCache(*cache) if cache is not None else None
         u, anchor_tail = None, None
@@ -243,7 +257,9 @@ class PrismMixer(nn.Module):
         return -self.A_log.to(wide).exp() * F.softplus(decay.to(wide) + self.dt_bias.to(wide))
 
     def _assemble(self, k: Tensor | None, v: Tensor, beta: Tensor | None, refined: Refined | None) -> Factors:
-        """k, v, beta, write_k, write_v as the scan takes them, for each kind of erase (math in `PrismConfig`)."""
+        """k, v, beta, write_k, write_v as the scan takes them, for each kind of erase (math in
+        `PrismConfig`).
+        """
         config = self.config
         write_k, write_v = (refined.write_k, refined.write_v) if refined is not None else (None, None)
         value = v if config.base_write else torch.zeros_like(v)
@@ -252,7 +268,8 @@ class PrismMixer(nn.Module):
             return refined.write_k[:, :, :, 0], value, refined.step_gate[..., 0], write_k, write_v
         if config.erase == "none":
             if config.base_write:
-                assert k is not None and beta is not None
+                assert k is not None
+                assert beta is not None
                 row_k = k.repeat_interleave(v.shape[2] // k.shape[2], 2).unsqueeze(3)
                 row_v = (beta.unsqueeze(-1) * v).unsqueeze(3)
                 write_k = row_k if write_k is None else torch.cat([row_k, write_k], 3)
@@ -260,7 +277,8 @@ class PrismMixer(nn.Module):
             if k is None:
                 k = v.new_zeros(*v.shape[:2], config.n_heads, config.key_dim)
             return k, value, v.new_zeros(v.shape[:3]), write_k, write_v
-        assert k is not None and beta is not None
+        assert k is not None
+        assert beta is not None
         return k, value, beta, write_k, write_v
 
     def _refine(
@@ -272,18 +290,23 @@ class PrismMixer(nn.Module):
         beta: Tensor | None,
         state: Tensor | None,
     ) -> Refined:
-        """The refinement, with the anchor from the state where it is serial, and with what hooks change in it.
+        """The refinement, with the anchor from the state where it is serial, and with what hooks change in
+        it.
 
-        An edit fixes the elements that it changes; whatever follows from them is computed again from them, and then
-        the next edit runs. Readers see the tensors after all edits.
+        An edit fixes the elements that it changes; whatever follows from them is computed again from them,
+        and then the next edit runs. Readers see the tensors after all edits.
         """
         assert self.refine is not None
         refine, points = self.refine, self.points
+        serial = u is None or (points.active and any(points.of("anchor", "true_read")))
 
         def settle(pins: Pins) -> Refined:
             anchor = u
-            if anchor is None:
-                assert k is not None
+            if serial:
+                if k is None or beta is None:
+                    raise ValueError(
+                        "swap_anchor: expected a mixer with a key that does not depend on its anchor"
+                    )
                 start = state if state is not None else self._zero_state(v)
                 anchor = true_read(refine, self._assemble, k, v, log_decay, beta, start, pins)
             return refine(anchor, v, k, pins)
@@ -339,33 +362,49 @@ class PrismMixer(nn.Module):
             beta = beta.to(dtype)
         if write_k is not None and write_v is not None:
             write_k, write_v = write_k.to(dtype), write_v.to(dtype)
-        scanned = ScanFactors(k, v, log_decay, beta, write_k, write_v, state)
-        run = partial(prism_scan, scale=self.config.scale, backend=self.config.scan_backend)
+        factors = ScanFactors(k, v, log_decay, beta, write_k, write_v, state)
+        options: dict[str, Any] = {"scale": self.config.scale, "backend": self.config.scan_backend}
         if not (points.active and points.wants("state")):
-            return run(q, *scanned[:-1], initial_state=state, output_final_state=output_final_state)
+            return factors.scan(q, output_final_state=output_final_state, **options)
 
         T = q.shape[1]
-        edits = list(points.of("state", "edit"))
-        where = [T - 1 if edit.position is None else edit.position for edit in edits]
-        for position in where:
-            if not 0 <= position < T:
-                raise ValueError(
-                    f"state hook of {points.prefix}: expected a position in [0, {T}), came {position}"
-                )
+        edits = [
+            (T - 1 if item.position is None else item.position, item) for item in points.of("state", "edit")
+        ]
+        for position, _ in edits:
+            if not -T <= position < T:
+                raise ValueError(f"{points.prefix}state: expected positions in [{-T}, {T}), came {position}")
         outs, patches, start = [], {}, 0
-        for stop in [*sorted({position + 1 for position in where} - {T}), T]:
-            piece = [None if f is None else f[:, start:stop] for f in (q, *scanned[:-1])]
-            o, state = run(*piece, initial_state=state, output_final_state=True)
-            for edit, position in zip(edits, where, strict=True):
-                if position == stop - 1:
-                    state = points.apply(edit, state.unsqueeze(1)).squeeze(1)
-                    patches[position] = state
+        for stop in [*sorted({position % T + 1 for position, _ in edits} - {T}), T]:
+            part = factors.part(start, stop, state)
+            o, state = part.scan(q[:, start:stop], output_final_state=True, **options)
+            for position, item in edits:
+                if position % T == stop - 1:
+                    state = points.replace(item, state.unsqueeze(1)).squeeze(1)
+                    patches[stop - 1] = state
             outs.append(o)
             start = stop
+        assert state is not None
         points.read("state", state.unsqueeze(1))
         for item in points.of("state", "factors"):
-            item.function(scanned, patches, hook=points.hook("state"))
+            item.function(factors, patches, hook=points.hook("state"))
         return torch.cat(outs, 1), state
+
+    def factor_shapes(self, B: int, T: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the scan's inputs but q: by a hook point's name where they are its tensor, else
+        "scan.*".
+        """
+        config = self.config
+        HV, K, V, L = config.value_heads, config.key_dim, config.value_dim, config.n_refine
+        rows = L + (config.erase == "none" and config.base_write)
+        same = config.base_write and config.erase not in ("none", "step")
+        shapes: dict[str, tuple[int, ...]] = {
+            "k": (B, T, HV if config.erase == "step" else config.n_heads, K)
+        }
+        shapes |= {"v": (B, T, HV, V), "beta": (B, T, HV), "write_k": (B, T, HV, rows, K)}
+        shapes |= {"write_v": (B, T, HV, rows, V)}
+        shapes = {name if same else f"scan.{name}": shape for name, shape in shapes.items()}
+        return {**shapes, "log_decay": (B, T, HV), "scan.initial_state": (B, HV, K, V)}
 
     def backend(self, x: Float[Tensor, "B T d"]) -> str:
         """The scan backend that a forward pass on x runs."""

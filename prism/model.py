@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from prism._hookpoints import HookPoints
 from prism._init import Initializer
 from prism.config import PrismConfig
+from prism.hooks import Hooked
 from prism.mixer import build_mixer
 
 
@@ -72,14 +73,15 @@ class Block(nn.Module):
         return x, cache
 
     def point_shapes(self, B: int, T: int) -> dict[str, tuple[int, ...]]:
-        return {name: (B, T, self.norm.shape[0]) for name in self.points.names}
+        return dict.fromkeys(self.points.names, (B, T, self.norm.shape[0]))
 
 
-class PrismModel(nn.Module):
+class PrismModel(Hooked):
     """tokens [B, T] int64 -> logits [B, T, vocab_size].
 
-    `seed`: initial values are a pure function of (config, seed), the same on every device, and take nothing from the
-    global generator; None draws a seed from the global generator. Safe under torch.func.vmap of functional_call.
+    `seed`: initial values are a pure function of (config, seed), the same on every device, and take nothing
+    from the global generator; None draws a seed from the global generator. Safe under torch.func.vmap of
+    functional_call.
     """
 
     def __init__(
@@ -114,11 +116,12 @@ class PrismModel(nn.Module):
     def forward(
         self, tokens: Int[Tensor, "B T"], cache: tuple[Any, ...] | None = None, use_cache: bool = False
     ) -> Any:
-        """logits; with `use_cache` also the cache (one entry per layer), to be passed with the tokens that follow."""
+        """logits; with `use_cache` also the cache (one entry per layer), to be passed with the tokens that
+        follow.
+        """
         if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            raise ValueError(
-                f"tokens: expected integers of shape [B, T], came {tokens.dtype} of shape {list(tokens.shape)}"
-            )
+            came = f"{tokens.dtype} of shape {list(tokens.shape)}"
+            raise ValueError(f"tokens: expected integers of shape [B, T], came {came}")
         x = F.embedding(tokens, self.embedding)
         if self.points.active:
             x = self.points.fire("embed", x)
@@ -140,7 +143,8 @@ class PrismModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def state_size(self) -> tuple[int, int]:
-        """Floats per sequence that step-by-step decoding keeps: (recurrent states, convolution tails), over all layers.
+        """Floats per sequence that step-by-step decoding keeps: (recurrent states, convolution tails), over
+        all layers.
 
         A mixer whose cache grows with T (attention) counts as (0, 0).
         """

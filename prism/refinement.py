@@ -8,8 +8,8 @@
     r^{l+1} = r^l - delta^l    what it leaves (Eq. 16)
     w^l     = b^l delta^l      what it writes                             write_v    [B, T, HV, L, V]
 
-u is [B, T, HV, V]; every projection reads all of it, HV V wide, and gives one result per value head. Nothing here
-reads the state, except the serial anchor at the end of the file.
+u is [B, T, HV, V]; every projection reads all of it, HV V wide, and gives one result per value head.
+Nothing here reads the state, except the serial anchor at the end of the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
 }
 Pins = dict[str, tuple[Tensor, Tensor]]
-"""Name of a tensor -> (mask, values): where an intervention has fixed it, and to what. Everything else follows."""
+"""Name of a tensor -> (mask, values): where an intervention has fixed it, and to what. Everything else
+follows.
+"""
 
 
 class Refined(NamedTuple):
@@ -84,9 +86,9 @@ def _pin_step(pins: Pins, name: str, step: int, tensor: Tensor) -> Tensor:
 class Refinement(nn.Module):
     """The projections of u and the chain of L steps.
 
-    `proj` stacks the rows of all projections, so that one product serves them: keys [HV, steps of keys, K], gains
-    [HV, L, V], gates [HV, L]. With `refine_rank` r the rows of keys and gains are bottlenecks [step, r], which
-    `up_key` [steps of keys, HV K, r] and `up_gain` [L, HV V, r] follow.
+    `proj` stacks the rows of all projections, so that one product serves them: keys [HV, steps of keys, K],
+    gains [HV, L, V], gates [HV, L]. With `refine_rank` r the rows of keys and gains are bottlenecks [step,
+    r], which `up_key` [steps of keys, HV K, r] and `up_gain` [L, HV V, r] follow.
     """
 
     def __init__(self, config: PrismConfig) -> None:
@@ -124,7 +126,7 @@ class Refinement(nn.Module):
         for l in range(self.config.n_refine):
             step = gates.view(HV, -1, width)[:, l]
             step.copy_(init.linear(f"gate.{l}", tuple(step.shape)))
-        if self.gate_bias is not None:
+        if self.gate_bias is not None and self.config.step_gate_bias is not None:
             self.gate_bias.fill_(self.config.step_gate_bias)
 
     def project(
@@ -162,7 +164,9 @@ class Refinement(nn.Module):
         k: Float[Tensor, "B T H K"] | None,
         pins: Pins | None = None,
     ) -> Refined:
-        """The chain. `pins` fixes elements of the named tensors; whatever follows from them is computed from them."""
+        """The chain. `pins` fixes elements of the named tensors; whatever follows from them is computed
+        from them.
+        """
         config, L = self.config, self.config.n_refine
         pins = pins or {}
         u = _pin(pins, "anchor", u)
@@ -201,9 +205,9 @@ def true_read(
 ) -> Float[Tensor, "B T HV V"]:
     """The "state" anchor u_t = Sbar_t k_t: the serial solver that the other anchors amortise.
 
-    A loop over tokens, each of which needs the state that the refinement of the one before has written: slow by
-    nature (about 40 operator calls a token), meant as a yardstick. `assemble` turns a token's tensors into the
-    scan's; the recurrence is the one of `prism.scan.recurrent`.
+    A loop over tokens, each of which needs the state that the refinement of the one before has written:
+    slow by nature (about 40 operator calls a token), meant as a yardstick. `assemble` turns a token's
+    tensors into the scan's; the recurrence is the one of `prism.scan.recurrent`.
     """
     groups = v.shape[2] // k.shape[2]
     reads = []
