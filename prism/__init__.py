@@ -2,9 +2,10 @@
 inside.
 """
 
+from prism import attention, hooks
 from prism.config import PrismConfig
 from prism.mixer import PrismCache, PrismMixer
 from prism.model import PrismModel
 from prism.scan import prism_scan
 
-__all__ = ["PrismCache", "PrismConfig", "PrismMixer", "PrismModel", "prism_scan"]
+__all__ = ["PrismCache", "PrismConfig", "PrismMixer", "PrismModel", "attention", "hooks", "prism_scan"]

@@ -195,8 +195,7 @@ class PrismConfig:
     def _check_combinations(self) -> None:
         if self.n_refine == 0 and (not self.base_write or self.erase == "step"):
             raise ValueError(
-                "n_refine: expected at least 1 where base_write=False or erase='step' (nothing is written else), "
-                "came 0"
+                "n_refine: expected at least 1 where base_write=False or erase='step', came 0 (no write)"
             )
         if self.erase == "step" and self.base_write:
             raise ValueError(
