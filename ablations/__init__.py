@@ -80,7 +80,7 @@ def _require_own(*names: str) -> None:
             )
 
 
-_require_own("prism", "tasks")
+_require_own("prism", "tasks", "probes")
 
 
 def __getattr__(name: str) -> Any:

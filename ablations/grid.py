@@ -295,6 +295,52 @@ def load_grid(path: Path | str) -> Grid:
     return grid_from_mapping(found)
 
 
+def parse_task(text: str) -> tuple[str, dict[str, Any]]:
+    """("xor length=64", as a flag has it) -> (label, parameters); the label is the text itself."""
+    name, params = _parse("task", text)
+    return text.strip(), {"task": name, **params}
+
+
+def parse_arm(text: str) -> tuple[str, dict[str, Any]]:
+    """("prism anchor=token d_model=32", as a flag has it) -> (label, preset and fields)."""
+    name, fields = _parse("arm", text)
+    return text.strip(), {"preset": name, **fields}
+
+
+def from_flags(
+    tasks_: Sequence[str], arms: Sequence[str], seeds: int, steps: int, batch_size: int, rates: Sequence[float]
+) -> Grid:
+    """The grid that `prism ablate`'s flags describe; several rates are chosen from with three seeds of their own."""
+    for name, given in (("--task", tasks_), ("--arm", arms)):
+        if not given:
+            raise ValueError(f"{name}: expected at least one (or a grid file), got none")
+    several = len(rates) > 1
+    return Grid(
+        tasks=dict(map(parse_task, tasks_)),
+        arms=dict(map(parse_arm, arms)),
+        seeds=range(seeds),
+        train=TrainSettings(
+            steps=steps, batch_size=batch_size, learning_rate=rates[0], warmup_steps=steps // 10, eval_every=max(1, steps // 20)
+        ),
+        learning_rates=rates if several else (),
+        selection_seeds=range(seeds, seeds + 3) if several else (),
+    )
+
+
+def _parse(kind: str, text: str) -> tuple[str, dict[str, Any]]:
+    words = text.split()
+    if not words or any("=" not in word for word in words[1:]) or "=" in words[0]:
+        raise ValueError(f"{kind}: expected 'NAME key=value key=value ...', got {text!r}")
+    found = {}
+    for word in words[1:]:
+        key, value = word.split("=", 1)
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key] = value  # a plain word: no quotes needed around names
+    return words[0], found
+
+
 def grid_from_mapping(found: Any) -> Grid:
     """A Grid from plain mappings and lists, as a grid file holds them."""
     if not isinstance(found, Mapping):

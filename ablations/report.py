@@ -36,6 +36,9 @@ HEADINGS = {
 }
 
 
+_FIRST = ("accuracy", "learning_curves")
+
+
 def summarize(rows: pd.DataFrame) -> pd.DataFrame:
     """A row per (task, arm) over its reported seeds.
 
@@ -155,18 +158,21 @@ def notes(rows: pd.DataFrame) -> list[str]:
 
 
 def write_report(run: Path | str, figures: bool = True) -> dict[str, Path]:
-    """Write summary.csv, report.md, report.html and figures/ under a run's directory; returns the paths by name."""
+    """Write summary.csv, report.md, report.html and figures/ under a run's directory; returns the paths by name.
+
+    Figures that are in figures/ already (the probes') are shown after the two that are drawn here.
+    """
     run = Path(run)
     rows = store.load(run)
     summary, found = summarize(rows), claims.findings(rows)
     paths = {"table": run / "summary.csv", "markdown": run / "report.md", "html": run / "report.html"}
     summary.to_csv(paths["table"], index=False)
-    drawn: list[Path] = []
     if figures:
         from ablations import figures as drawing
 
-        drawn = drawing.draw_all(rows, run)
+        drawing.draw_all(rows, run)
         paths["figures"] = run / "figures"
+    drawn = sorted((run / "figures").glob("*.png"), key=lambda path: (path.stem not in _FIRST, path.stem))
     sections = [
         ("What was found", [*claims.headline(rows), *(finding.text for finding in found), claims.multiplicity(found)]),
         ("Notes", notes(rows)),
@@ -174,6 +180,30 @@ def write_report(run: Path | str, figures: bool = True) -> dict[str, Path]:
     paths["markdown"].write_text(_markdown_page(summary, sections, drawn, run))
     paths["html"].write_text(_html_page(summary, sections, drawn, run))
     return paths
+
+
+def print_report(rows: pd.DataFrame, paths: dict[str, Path], seconds: float | None = None) -> None:
+    """Table, findings, notes and paths on the terminal (at least 110 columns where it is not one)."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(110, console.width))
+    found = claims.findings(rows)
+    for table in rich_tables(summarize(rows)):
+        console.print(table)
+    console.print("[bold]What was found[/bold]")
+    for line in [*claims.headline(rows), *(finding.text for finding in found), claims.multiplicity(found)]:
+        console.print(f"• {escape(line)}", highlight=False)
+    console.print("\n[bold]Notes[/bold]")
+    for line in notes(rows):
+        console.print(f"• {escape(line)}", highlight=False)
+    console.print("\n[bold]Files[/bold]")
+    for name, path in paths.items():
+        console.print(f"• {name}: {escape(str(path))}", highlight=False)
+    if seconds is not None:
+        console.print(f"\n{seconds:.0f} seconds in all.", highlight=False)
 
 
 def _markdown_page(

@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import queue
 import shutil
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -63,6 +64,7 @@ def run(
         raise ValueError(f"device: expected one that is here, got {device!r} and no CUDA GPU was found")
     how = _How(Path(out), device, compile, save_models)
     store.finished(how.out)  # refuses another results_version before anything is computed
+    store.remember_order(how.out, grid.tasks, grid.arms)
     rates: dict[tuple[str, str], float] = {}
     if grid.learning_rates:
         selection = grid.selection_cells()
@@ -122,26 +124,32 @@ def _compute(
     # Long groups first: the last ones to end are then short, and the workers end together.
     groups.sort(key=_cost, reverse=True)
     total = sum(_cost(group) for group in groups)
-    bar = tqdm(total=total, desc=title, disable=not progress, bar_format="{desc}: {percentage:3.0f}%|{bar}| {postfix}"
-               " [{elapsed} < {remaining}]", mininterval=0.5)
+    bar = tqdm(
+        total=total,
+        desc=title,
+        disable=not progress,
+        bar_format="{desc}: {percentage:3.0f}%|{bar}| {postfix} [{elapsed} < {remaining}]",
+        mininterval=0.5 if sys.stderr.isatty() else 20.0,  # a log file does not want a line every half second
+        dynamic_ncols=True,
+    )
     done = 0
 
     def advance(amount: float) -> None:
         bar.update(min(amount, max(0.0, total - bar.n)))
 
     with bar:
-        bar.set_postfix_str(f"0/{len(groups)} arms")
+        bar.set_postfix_str(f"0/{len(groups)} arms", refresh=False)
         if workers == 1 or len(groups) < 2:
             for group in groups:
                 share = _cost(group) / group[0].train.steps
                 train_group(group, how, lambda _, share=share: advance(share))  # type: ignore[misc]
                 done += 1
-                bar.set_postfix_str(f"{done}/{len(groups)} arms")
+                bar.set_postfix_str(f"{done}/{len(groups)} arms", refresh=False)
             return
         for amount, ended in _in_processes(groups, how, min(workers, len(groups))):
             advance(amount)
             done += ended
-            bar.set_postfix_str(f"{done}/{len(groups)} arms")
+            bar.set_postfix_str(f"{done}/{len(groups)} arms", refresh=False)
 
 
 def _missing_groups(cells: Sequence[Cell], out: Path, retry_failed: bool) -> list[list[Cell]]:

@@ -125,7 +125,7 @@ def load(out: Path | str) -> pd.DataFrame:
     """All finished cells of a run, a row per (configuration, task, seed), failures included.
 
     Beside SCHEMA's columns: task, arm, seed, role ("report", or "selection" for the cells that chose a learning
-    rate), learning_rate, dtype, device, task_version, and `model`, `train`, `task_params` as canonical JSON.
+    rate), learning_rate, dtype, device, task_name, task_version, and `model`, `train`, `task_params` as canonical JSON.
 
     Raises FileNotFoundError where nothing is stored and ValueError where versions would mix.
     """
@@ -137,8 +137,30 @@ def load(out: Path | str) -> pd.DataFrame:
     _refuse_mixture(out, manifests)
     results = pd.concat([pq.read_table(path, schema=SCHEMA).to_pandas() for path in paths], ignore_index=True)
     described = pd.DataFrame([_described(manifest) for manifest in manifests])
-    order = ["task", "arm", "role", "learning_rate", "seed"]
-    return pd.concat([described, results], axis=1).sort_values(order, ignore_index=True)
+    order = _read_order(out)
+
+    def place(column: pd.Series) -> pd.Series:
+        known = {name: i for i, name in enumerate(order.get(str(column.name), []))}
+        return column.map(lambda name: (known.get(name, len(known)), name)) if column.name in order else column
+
+    by = ["task", "arm", "role", "learning_rate", "seed"]
+    return pd.concat([described, results], axis=1).sort_values(by, key=place, ignore_index=True)
+
+
+def remember_order(out: Path | str, tasks: Iterable[str], arms: Iterable[str]) -> None:
+    """Keep the order of a grid's tasks and arms, in which `load` returns them; what is known already stays first."""
+    order = _read_order(out)
+    for kind, names in (("task", tasks), ("arm", arms)):
+        order[kind] = list(dict.fromkeys([*order.get(kind, []), *names]))
+    Path(out).mkdir(parents=True, exist_ok=True)
+    temporary = Path(out) / f".order.{os.getpid()}.tmp"
+    temporary.write_text(json.dumps(order, indent=1) + "\n")
+    _rename(temporary, Path(out) / "order.json")
+
+
+def _read_order(out: Path | str) -> dict[str, list[str]]:
+    path = Path(out) / "order.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _described(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,6 +170,7 @@ def _described(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "learning_rate": configuration["train"]["learning_rate"],
         "dtype": configuration["train"]["dtype"],
         "device": manifest["device"],
+        "task_name": configuration["task"]["name"],
         "task_version": configuration["task"]["version"],
         "task_params": canonical_json(configuration["task"]["params"]),
         "model": canonical_json(configuration["model"]),

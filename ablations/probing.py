@@ -1,0 +1,143 @@
+"""Look into the trained models of a run with the probes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pandas as pd
+import xarray as xr
+
+import probes
+import tasks
+from ablations import figures, store
+
+if TYPE_CHECKING:
+    from prism import PrismModel
+
+
+class Measure(NamedTuple):
+    """A probe, the function that draws it, and one line of help."""
+
+    probe: Callable[..., xr.Dataset]
+    plot: Callable[..., Any]
+    help: str
+
+
+MEASURES = {
+    "update-rank": Measure(probes.update_rank, probes.plot_update_rank, "rank of what one token writes"),
+    "state-rank": Measure(probes.state_rank, probes.plot_state_rank, "rank of the running state over tokens"),
+    "residual-decay": Measure(
+        probes.residual_decay, probes.plot_residual_decay, "|r^l| / |r^1| over the refinement steps"
+    ),
+    "step-cosines": Measure(probes.step_cosines, probes.plot_step_cosines, "how orthogonal the steps are"),
+    "anchor-fidelity": Measure(
+        probes.anchor_fidelity, probes.plot_anchor_fidelity, "how near the anchor comes to the true read"
+    ),
+}
+
+
+def load_models(run: Path | str, task: str, arm: str) -> list[tuple[int, PrismModel]]:
+    """(seed, model) of the reported cells of an arm on a task, as saved by `run(..., save_models=True)`.
+
+    Raises ValueError where there is no such cell, and FileNotFoundError where no model was saved.
+    """
+    from prism import PrismModel
+
+    rows = _rows(run, task, arm)
+    found = []
+    for seed, key in zip(rows["seed"], rows["key"], strict=True):
+        folder = Path(run) / "models" / key
+        if folder.is_dir():
+            found.append((int(seed), PrismModel.from_pretrained(folder)))
+    if not found:
+        raise FileNotFoundError(f"run: no trained model of {arm!r} on {task!r} under {run}/models (not saved, or failed)")
+    return found
+
+
+def measure(run: Path | str, name: str, task: str, arm: str, sequences: int = 8) -> xr.Dataset:
+    """A measure over all seeds of an arm: test sequences of each seed's model, joined along `sample`."""
+    if name not in MEASURES:
+        raise ValueError(f"measure: expected one of {', '.join(MEASURES)}, got {name!r}")
+    made = _task(_rows(run, task, arm))
+    parts = []
+    for seed, model in load_models(run, task, arm):
+        batch = made.batch(sequences, seed=seed, step=0, split="test")
+        parts.append(MEASURES[name].probe(model, batch.inputs))
+    joined = xr.concat(parts, dim="sample", data_vars="minimal", coords="minimal", compat="override", join="override")
+    return joined.assign_coords(sample=range(joined.sizes["sample"]))
+
+
+def draw(run: Path | str, name: str, task: str, arms: Sequence[str], sequences: int = 8) -> Path:
+    """Draw a measure, a panel per arm, into run/figures as PNG and PDF; returns the PNG's path."""
+    with figures.paper_style():
+        figure, axes = figures.panels(len(arms), sharey=name != "step-cosines")
+        for ax, arm in zip(axes, arms, strict=True):
+            data = measure(run, name, task, arm, sequences)
+            MEASURES[name].plot(data, ax)
+            seeds = len(load_models(run, task, arm))
+            ax.set_title(f"{arm} on {task}, {seeds} seeds\n{ax.get_title()}", fontsize=8)
+        if name != "step-cosines":
+            for ax in axes[1:]:
+                ax.set_ylabel("")
+        return figures.save(figure, Path(run) / "figures" / f"{name.replace('-', '_')}_{_file_name(task)}")
+
+
+def draw_many(
+    run: Path | str,
+    names: Sequence[str] | None = None,
+    task: str | None = None,
+    arms: Sequence[str] | None = None,
+    sequences: int = 8,
+) -> list[Path]:
+    """Draw several measures, a figure per measure and task; the default is ranks and residual decay of all arms.
+
+    Arms without refinement have no residual and are left out of the measures of the refinement.
+    """
+    have = arms_with_models(run, task)
+    if not have:
+        raise FileNotFoundError(f"run: no trained models under {run}/models; train with save_models (--save-models)")
+    for arm in arms or []:
+        if arm not in {name for _, name in have}:
+            raise ValueError(f"arm: expected one of {list(dict.fromkeys(name for _, name in have))}, got {arm!r}")
+    drawn = []
+    for name in names or ("update-rank", "state-rank", "residual-decay"):
+        for label in dict.fromkeys(found for found, _ in have):
+            chosen = [arm for found, arm in have if found == label and (not arms or arm in arms)]
+            if name not in ("update-rank", "state-rank"):
+                chosen = [arm for arm in chosen if _refines(run, label, arm)]
+            if chosen:
+                drawn.append(draw(run, name, label, chosen, sequences))
+    return drawn
+
+
+def arms_with_models(run: Path | str, task: str | None = None) -> list[tuple[str, str]]:
+    """(task, arm) of the reported cells that have a saved model, in the order of the run."""
+    rows = store.load(run)
+    rows = rows[rows["role"] == "report"]
+    if task is not None:
+        rows = rows[rows["task"] == task]
+    has = [(Path(run) / "models" / key).is_dir() for key in rows["key"]]
+    return list(dict.fromkeys(zip(rows["task"][has], rows["arm"][has], strict=True)))
+
+
+def _rows(run: Path | str, task: str, arm: str) -> pd.DataFrame:
+    rows = store.load(run)
+    for column, wanted in (("task", task), ("arm", arm)):
+        if wanted not in set(rows[column]):
+            raise ValueError(f"{column}: expected one of {list(dict.fromkeys(rows[column]))}, got {wanted!r}")
+    return rows[(rows["task"] == task) & (rows["arm"] == arm) & (rows["role"] == "report")]
+
+
+def _refines(run: Path | str, task: str, arm: str) -> bool:
+    return json.loads(_rows(run, task, arm)["model"].iloc[0])["n_refine"] > 0
+
+
+def _task(rows: pd.DataFrame) -> tasks.Task:
+    return tasks.get(rows["task_name"].iloc[0], **json.loads(rows["task_params"].iloc[0]))
+
+
+def _file_name(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_" else "_" for c in text)
