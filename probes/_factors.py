@@ -18,7 +18,8 @@ SCAN_INPUTS = ("k", "v", "log_decay", "beta", "write_k", "write_v")
 
 @dataclass(frozen=True)
 class Factors:
-    """The inputs of one layer's scan, in float32 (float64 where the model is), L = 0 where nothing is refined.
+    """The inputs of one layer's scan, in float32 (float64 where the model is), L = 0 where nothing is
+    refined.
 
     stored is the dtype that the layer held k, v and the writes in: what tolerances follow.
     """
@@ -60,7 +61,9 @@ class Factors:
 
     @property
     def base_key(self) -> Float[Tensor, "B T HV K"]:
-        """The key that the anchor answers for: the mixer's own k, which is not the scan's where kappa^1 erases."""
+        """The key that the anchor answers for: the mixer's own k, which is not the scan's where kappa^1
+        erases.
+        """
         key = self.extra.get("k", self.k)
         return key.repeat_interleave(self.v.shape[2] // key.shape[2], dim=2)
 
@@ -102,14 +105,15 @@ class Factors:
 
 
 def layers(model: Any, inputs: Int[Tensor, "B T"], extra: Sequence[str] = ()) -> Iterator[Factors]:
-    """What the scan of every layer receives for `inputs`, with further tensors by short hook name in `.extra`.
+    """What the scan of every layer receives for `inputs`, with further tensors by short hook name in
+    `.extra`.
 
-    The mixer's own k, v and beta are in `.extra` wherever it has them. Layers whose mixer feeds no scan (attention, say)
-    are passed over. As many layers are read in one forward pass as fit 4 GiB. Interventions that the user has active on
-    the model count: what is measured is the run with them.
+    The mixer's own k, v and beta are in `.extra` wherever it has them. Layers whose mixer feeds no scan
+    (attention, say) are passed over. As many layers are read in one forward pass as fit 4 GiB. Interventions
+    that the user has active on the model count: what is measured is the run with them.
 
-    Raises ValueError where no layer feeds the scan, where such a layer lacks a tensor of `extra`, and where a hook replaces
-    a state: a replay from factors would not show what the model then did.
+    Raises ValueError where no layer feeds the scan, where such a layer lacks a tensor of `extra`, and where a
+    hook replaces a state: a replay from factors would not show what the model then did.
     """
     if inputs.ndim != 2 or inputs.is_floating_point():
         raise ValueError(f"inputs: expected integer tokens [B, T], got {inputs.dtype} {list(inputs.shape)}")
@@ -124,10 +128,12 @@ def layers(model: Any, inputs: Int[Tensor, "B T"], extra: Sequence[str] = ()) ->
             continue
         missing = [name for name in extra if here + name not in have]
         if missing:
-            names = ", ".join(n.removeprefix(here) for n in have if n.startswith(here))
-            raise ValueError(f"model: expected {', '.join(missing)} in blocks.{i}.mixer, which has {names}")
+            known = ", ".join(n.removeprefix(here) for n in have if n.startswith(here))
+            raise ValueError(f"model: expected {', '.join(missing)} in blocks.{i}.mixer, which has {known}")
         if any(True for _ in block.mixer.points.of("state", "edit")):
-            raise ValueError(f"model: expected no hook that replaces the state of blocks.{i}.mixer while it is probed")
+            raise ValueError(
+                f"model: expected no hook that replaces the state of blocks.{i}.mixer while it is probed"
+            )
         names = [here + name for name in dict.fromkeys((*extra, "k", "v", "beta")) if here + name in have]
         bytes_here = model.estimate_cache_bytes((B, T), [*names, here + "state"])
         if not groups or size + bytes_here > MAX_BYTES:
@@ -157,7 +163,9 @@ def _of_layer(layer: int, scanned: Any, extra: dict[str, Tensor]) -> Factors:
 
 
 def positions(at: Sequence[int] | Tensor | None, tokens: int, default: int = 64) -> list[int]:
-    """Ascending token positions: those given (negative ones count from the end), or `default` evenly spread ones."""
+    """Ascending token positions: those given (negative ones count from the end), or `default` evenly spread
+    ones.
+    """
     if at is None:
         return sorted(
             {round(i * (tokens - 1) / max(1, min(default, tokens) - 1)) for i in range(min(default, tokens))}

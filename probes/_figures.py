@@ -1,11 +1,13 @@
-"""One look for every figure: 3.25 inches wide (a column of a paper), Okabe-Ito colours, markers and line styles."""
+"""One look for every figure: 3.25 inches wide (a column of a paper), Okabe-Ito colours, markers and line
+styles.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
@@ -45,7 +47,7 @@ def finish(ax: Axes, xlabel: str, ylabel: str, title: str = "", legend: bool = T
 
 def save(figure: Axes | Figure, path: str | Path) -> tuple[Path, Path]:
     """Write `path`.pdf and `path`.png (300 dpi); a suffix on path is replaced. Returns both paths."""
-    found = figure if hasattr(figure, "savefig") else figure.figure
+    found: Any = figure if hasattr(figure, "savefig") else figure.figure
     stem = Path(path)
     stem = stem.with_suffix("") if stem.suffix in {".pdf", ".png"} else stem
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +57,7 @@ def save(figure: Axes | Figure, path: str | Path) -> tuple[Path, Path]:
     return pdf, png
 
 
-def look(i: int) -> dict[str, object]:
+def look(i: int) -> dict[str, Any]:
     """Colour, marker and line style of the i-th series."""
     return {
         "color": COLOURS[i % len(COLOURS)],
@@ -81,18 +83,24 @@ def line_with_band(
     low, mid, high = bands.transpose("quantile", along).values
     style = look(i)
     every = max(1, len(mid) // 12)
-    ax.plot(x, mid, label=label, markevery=(i % every, every), **style)  # type: ignore[arg-type]
+    ax.plot(x, mid, label=label, markevery=(i % every, every), **style)
     if others and values.size > len(mid):
-        ax.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)  # type: ignore[arg-type]
+        ax.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
 def reference(ax: Axes, y: float | np.ndarray, label: str, x: np.ndarray | None = None) -> None:
     """A bound, chance or ceiling: a thin grey line (a curve where x is given)."""
-    style = {"color": "0.35", "linewidth": 0.9, "linestyle": (0, (4, 2)), "label": label, "zorder": 1}
+    style: dict[str, Any] = {
+        "color": "0.35",
+        "linewidth": 0.9,
+        "linestyle": (0, (4, 2)),
+        "label": label,
+        "zorder": 1,
+    }
     if x is None:
-        ax.axhline(float(y), **style)  # type: ignore[arg-type]
+        ax.axhline(float(y), **style)
     else:
-        ax.plot(x, y, **style)  # type: ignore[arg-type]
+        ax.plot(x, y, **style)
 
 
 def pick(values: Sequence | np.ndarray, limit: int) -> list:

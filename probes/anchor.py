@@ -1,4 +1,6 @@
-"""Measure 4: does the anchor stand for the state? The anchor u_t against the true read, and how far back a read reaches."""
+"""Measure 4: does the anchor stand for the state? The anchor u_t against the true read, and how far back a
+read reaches.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,20 @@ _DIRECTIONS = ("anchor_to_read", "read_to_anchor")
 
 @torch.no_grad()
 def anchor_fidelity(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
-    """The anchor u_t against the true reads Sbar_t k_t ("decayed") and S_{t-1} k_t ("previous"), same space, same token.
+    """The anchor u_t against the true reads Sbar_t k_t ("decayed") and S_{t-1} k_t ("previous"), same space,
+    same token.
 
     Variables
         cosine          dims layer, read, sample, token, head
         relative_error  |u - read| / |read|, the same dims
-        r2              dims layer, read, direction, head: variance explained by the best affine map (least squares with a
-                        relative ridge of 1e-8), fitted on the even sequences and scored on the odd ones, so that width
-                        cannot pass for fidelity; 1 - SSE / SST over all components together
-        baseline_r2     the same for the map from (or to) the value v_t in the anchor's place: what the token alone says
-    NaN where a read or an anchor is zero (the first token reads an empty state). The kernel width is in attrs.
+        r2              dims layer, read, direction, head: variance explained by the best affine map (least
+                        squares with a relative ridge of 1e-8), fitted on the even sequences and scored on the
+                        odd ones, so that width cannot pass for fidelity; 1 - SSE / SST over all components
+                        together
+        baseline_r2     the same for the map from (or to) the value v_t in the anchor's place: what the token
+                        alone says
+    NaN where a read or an anchor is zero (the first token reads an empty state). The kernel width is in
+    attrs.
 
     Raises ValueError for a model without anchors or for fewer than 2 sequences.
     """
@@ -67,7 +73,9 @@ def anchor_fidelity(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
 
 
 def linear_r2(x: Float[Tensor, "B T H D"], y: Float[Tensor, "B T H E"]) -> Float[Tensor, " H"]:
-    """Held-out R^2, per head, of the best affine map from x to y: fitted on even sequences, scored on odd ones."""
+    """Held-out R^2, per head, of the best affine map from x to y: fitted on even sequences, scored on odd
+    ones.
+    """
     x, y = (z.double().movedim(2, 0) for z in (x, y))
     fit_x, fit_y, test_x, test_y = (z[:, half::2].flatten(1, 2) for half in (0, 1) for z in (x, y))
     mean_x, mean_y = fit_x.mean(1, keepdim=True), fit_y.mean(1, keepdim=True)
@@ -88,20 +96,23 @@ def anchor_horizon(
     widths: Sequence[int] = (1, 2, 4, 8, 16, 32),
     at: Sequence[int] | Tensor | None = None,
 ) -> xr.Dataset:
-    """How much of the true read S_{t-1} k_t comes from further back than n tokens: what no anchor of width n can see.
+    """How much of the true read S_{t-1} k_t comes from further back than n tokens: what no anchor of width n
+    can see.
 
-    error(n) = |S_{t-1} k_t - S^(n)_{t-1} k_t| / |S_{t-1} k_t| with S^(n) built from an empty state by tokens t-n .. t-1
-    alone. What is missing is S_{t-n-1} A_{t-n} ... A_{t-1} k_t, so (Appendix E's argument with this model's numbers)
+    error(n) = |S_{t-1} k_t - S^(n)_{t-1} k_t| / |S_{t-1} k_t| with S^(n) built from an empty state by tokens
+    t-n .. t-1 alone. What is missing is S_{t-n-1} A_{t-n} ... A_{t-1} k_t, so (Appendix E's argument with
+    this model's numbers)
 
         bound(n) = |S_{t-n-1}|_F prod_{s=t-n}^{t-1} |A_s|_2 |k_t| / |S_{t-1} k_t|,
         |A_s|_2 = alpha_s max(1, |1 - beta_s |k_s|^2|),
 
-    which falls exponentially in n where memory fades (alpha < 1). Default `at`: up to 16 tokens beyond the largest width.
+    which falls exponentially in n where memory fades (alpha < 1). Default `at`: up to 16 tokens beyond the
+    largest width.
 
     Returns error and bound, dims layer, sample, token, head, width; NaN where a read is zero.
     """
     tokens = inputs.shape[1]
-    widths = sorted(set(int(n) for n in widths))
+    widths = sorted({int(n) for n in widths})
     if not widths or widths[0] < 1 or widths[-1] >= tokens:
         raise ValueError(f"widths: expected widths in 1..{tokens - 1} (T - 1), got {widths}")
     if at is None:
@@ -159,7 +170,9 @@ def plot_anchor_fidelity(
 
 
 def plot_anchor_horizon(ds: xr.Dataset, ax: Axes | None = None, *, max_layers: int = 3) -> Axes:
-    """Share of the read that lies further back than n tokens, with its exponential bound (grey) and the kernel's width."""
+    """Share of the read that lies further back than n tokens, with its exponential bound (grey) and the
+    kernel's width.
+    """
     ax = _figures.new_axes(ax)
     for i, layer in enumerate(_figures.pick(ds.layer.values, max_layers)):
         _figures.line_with_band(ax, ds.width.values, ds.error.sel(layer=layer), "width", i, f"layer {layer}")
@@ -191,5 +204,5 @@ def _nonzero(size: Tensor) -> Tensor:
 def _need_two(inputs: Tensor) -> None:
     if inputs.ndim != 2 or inputs.shape[0] < 2:
         raise ValueError(
-            f"inputs: expected [B, T] with B >= 2 (one half fits the map, the other scores it), got {tuple(inputs.shape)}"
+            f"inputs: expected [B, T] with B >= 2 (one half fits, one scores), got {list(inputs.shape)}"
         )

@@ -1,4 +1,6 @@
-"""Measure 5: are the predicted gains the derivative they are said to simulate, and are the writes those of a solver?"""
+"""Measure 5: are the predicted gains the derivative they are said to simulate, and are the writes those of a
+solver?
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,15 @@ def activation_slope(name: str, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*s
 
 @torch.no_grad()
 def gain_fidelity(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
-    """The predicted gain p_t^l against phi'(S_{t-1} k_t), the derivative that it is said to simulate (math: Eq. 13).
+    """The predicted gain p_t^l against phi'(S_{t-1} k_t), the derivative that it is said to simulate (math:
+    Eq. 13).
 
     Variables
         cosine            cosine over the V components; dims layer, sample, token, head, refine_step
         relative_error    |p - phi'| / |phi'|, the same dims
         correlation       Pearson's, over all components, tokens and sequences; layer, head, refine_step
-        baseline_cosine   cosine of phi' with a constant vector: what no prediction at all scores (phi' is near 1/2
-                          wherever the read is small, so this is high); layer, sample, token, head
+        baseline_cosine   cosine of phi' with a constant vector: what no prediction at all scores (phi' is
+                          near 1/2 wherever the read is small, so this is high); layer, sample, token, head
 
     Raises ValueError where the gain is not learned.
     """
@@ -74,18 +77,21 @@ def gain_fidelity(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
 
 @torch.no_grad()
 def solver_fidelity(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
-    """What the model writes against what a solver that reads the state would write, at the same state, token and weights.
+    """What the model writes against what a solver that reads the state would write, at the same state, token
+    and weights.
 
-    write "refinement" is sum_l w^l kappa^l^T alone, "update" the whole S_t - alpha_t S_{t-1}. Each is compared, as a matrix
-    and from factors, with two references:
+    write "refinement" is sum_l w^l kappa^l^T alone, "update" the whole S_t - alpha_t S_{t-1}. Each is
+    compared, as a matrix and from factors, with two references:
         serial     the same with the true read Sbar_t k_t in the anchor's place ("state" anchor, same weights)
-        gradient   the step of the ideal non-linear rule, -d/dS |v - phi(S k)|^2 / 2 = (phi'(x) * (v - phi(x))) k^T at
-                   x = Sbar_t k_t, to which only the direction is compared: its step size is free
+        gradient   the step of the ideal non-linear rule, -d/dS |v - phi(S k)|^2 / 2 = (phi'(x) * (v -
+                   phi(x))) k^T at x = Sbar_t k_t, to which only the direction is compared: its step size is
+                   free
     The model's own states are used throughout, so that errors do not accumulate and each token stands alone.
 
     Variables (dims layer, write, reference, sample, token, head): cosine (Frobenius), and relative_error
-    |W - c W_ref|_F / |W|_F with c = 1 for serial and the best c for gradient, for which it equals sin of the angle.
-    NaN where a matrix is zero. A model with the "state" anchor scores 1 and 0 against serial: the yardstick.
+    |W - c W_ref|_F / |W|_F with c = 1 for serial and the best c for gradient, for which it equals sin of the
+    angle. NaN where a matrix is zero. A model with the "state" anchor scores 1 and 0 against serial: the
+    yardstick.
     """
     found = {}
     for f in _factors.layers(model, inputs, ["write_k", "write_v", "anchor"]):
@@ -140,7 +146,9 @@ def plot_gain_fidelity(ds: xr.Dataset, ax: Axes | None = None, *, layer: int | N
 
 
 def plot_solver_fidelity(ds: xr.Dataset, ax: Axes | None = None, *, write: str = "refinement") -> Axes:
-    """Cosine between the model's write and each solver's over tokens: a colour per layer (at most 3), dashed: gradient."""
+    """Cosine between the model's write and each solver's over tokens: a colour per layer (at most 3), dashed:
+    gradient.
+    """
     ax = _figures.new_axes(ax)
     i = 0
     for reference in ds.reference.values:

@@ -1,4 +1,6 @@
-"""Measure 6: forgetting: eigenvalues of the transition, half-lives, and how long a written pair can be read back."""
+"""Measure 6: forgetting: eigenvalues of the transition, half-lives, and how long a written pair can be read
+back.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ def transition(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
 
     Variables
         decay              alpha_t, the eigenvalue off the key (K - 1 times); dims layer, sample, token, head
-        along_key          alpha_t (1 - beta_t |k_t|^2), the eigenvalue along the key; below 0 where a write flips a sign
-        half_life          ln 2 / -mean_t(ln alpha_t): tokens until content that no key meets has halved; layer, sample, head
-        half_life_erased   the same for content in a random direction, erase included: ln 2 over minus half the mean of
-                           ln E|A_t x|^2 = ln(alpha_t^2 (K - 1 + (1 - beta_t |k_t|^2)^2) / K)
+        along_key          alpha_t (1 - beta_t |k_t|^2), the eigenvalue along the key; below 0 where a write
+                           flips a sign
+        half_life          ln 2 / -mean_t(ln alpha_t): tokens until content that no key meets has halved;
+                           layer, sample, head
+        half_life_erased   the same for content in a random direction, erase included: ln 2 over minus half
+                           the mean of ln E|A_t x|^2 = ln(alpha_t^2 (K - 1 + (1 - beta_t |k_t|^2)^2) / K)
     A half-life is inf where nothing fades; it is negative where content grows (raw ranges).
     """
     found = {}
@@ -58,16 +62,18 @@ def readback(
 ) -> xr.Dataset:
     """How long what one token wrote can be read back with its own key while later tokens decay and erase it.
 
-    D_0 = S_s - alpha_s S_{s-1} is the update of token s, D_n = D_0 A_{s+1} ... A_{s+n} what is left of it n tokens on.
+    D_0 = S_s - alpha_s S_{s-1} is the update of token s, D_n = D_0 A_{s+1} ... A_{s+n} what is left of it n
+    tokens on.
 
         kept(n)      = <D_n k_s, D_0 k_s> / |D_0 k_s|^2        1 when written, 0 when gone
-        recalled(n)  = cosine(S_{s+n} k_s, D_0 k_s + Sbar_s k_s): is the full state's answer to the key still the one
+        recalled(n)  = cosine(S_{s+n} k_s, D_0 k_s + Sbar_s k_s): is the full state's answer to the key still
+                     the one
                        that it gave right after the write, with everything else that was written in between?
         lifetime     = the first n with kept(n) < 1/2 (inf: not within the horizon)
 
-    Default `at`: up to 8 positions that leave the horizon room. Returns kept, recalled (dims layer, sample, token, head,
-    distance; distance 0..horizon) and lifetime (layer, sample, token, head); NaN where D_0 k_s = 0.
-    Forms K x V matrices for the positions `at` only.
+    Default `at`: up to 8 positions that leave the horizon room. Returns kept, recalled (dims layer, sample,
+    token, head, distance; distance 0..horizon) and lifetime (layer, sample, token, head); NaN where D_0 k_s =
+    0. Forms K x V matrices for the positions `at` only.
     """
     tokens = inputs.shape[1]
     if not 1 <= horizon < tokens:
@@ -108,7 +114,9 @@ def readback(
 
 
 def plot_transition(ds: xr.Dataset, ax: Axes | None = None, *, max_layers: int = 4) -> Axes:
-    """Distribution functions of both eigenvalues of A_t over all tokens: solid alpha_t, dashed along the key."""
+    """Distribution functions of both eigenvalues of A_t over all tokens: solid alpha_t, dashed along the
+    key.
+    """
     ax = _figures.new_axes(ax)
     for i, layer in enumerate(_figures.pick(ds.layer.values, max_layers)):
         life = float(ds.half_life.sel(layer=layer).median())
@@ -128,7 +136,9 @@ def plot_transition(ds: xr.Dataset, ax: Axes | None = None, *, max_layers: int =
 
 
 def plot_readback(ds: xr.Dataset, ax: Axes | None = None, *, max_layers: int = 4) -> Axes:
-    """kept(n) over the distance, a line per layer; medians over sequences, positions and heads, 10-90 % bands."""
+    """kept(n) over the distance, a line per layer; medians over sequences, positions and heads, 10-90 %
+    bands.
+    """
     ax = _figures.new_axes(ax)
     for i, layer in enumerate(_figures.pick(ds.layer.values, max_layers)):
         life = float(ds.lifetime.sel(layer=layer).median())

@@ -1,4 +1,6 @@
-"""Measure 7: how an error in the transition or in the write grows with the length of the sequence (Appendix D)."""
+"""Measure 7: how an error in the transition or in the write grows with the length of the sequence (Appendix
+D).
+"""
 
 from __future__ import annotations
 
@@ -36,20 +38,23 @@ def perturbation_growth(
     persistent: bool = False,
     seed: int = 0,
 ) -> xr.Dataset:
-    """Error of the state when every transition A_t, or every write B_t, carries relative noise of size epsilon.
+    """Error of the state when every transition A_t, or every write B_t, carries relative noise of size
+    epsilon.
 
-    transition: A_t becomes (I - e_t x_t x_t^T) A_t, e_t = +-epsilon and x_t a random unit vector: an error of spectral
-                size epsilon |A_t x_t| that touches nothing else. It is an extra token of the delta rule before each token,
-                so one scan over 2T tokens carries it out exactly.
+    transition: A_t becomes (I - e_t x_t x_t^T) A_t, e_t = +-epsilon and x_t a random unit vector: an error of
+    spectral
+                size epsilon |A_t x_t| that touches nothing else. It is an extra token of the delta rule
+                before each token, so one scan over 2T tokens carries it out exactly.
     write:      B_t becomes B_t + epsilon |B_t|_F y_t x_t^T with random unit vectors: an extra write.
-    noise "independent" draws signs and directions anew for every token (the average case), "constant" keeps one sign and
-    one pair of directions per trial (the worst case: errors add up). persistent=True sets every decay to 1, the setting
-    of Appendix D's bounds on memory that does not fade. length > T continues the sequence by drawing its tokens' factors
-    again at random (the layer's statistics without running the model on 64K tokens). Everything is float64.
+    noise "independent" draws signs and directions anew for every token (the average case), "constant" keeps
+    one sign and one pair of directions per trial (the worst case: errors add up). persistent=True sets every
+    decay to 1, the setting of Appendix D's bounds on memory that does not fade. length > T continues the
+    sequence by drawing its tokens' factors again at random (the layer's statistics without running the model
+    on 64K tokens). Everything is float64.
 
     Variables
-        error           |S'_t - S_t|_F / epsilon at the tokens `at` (default: powers of 2); dims layer, target, trial, token,
-                        head, with trial = sample x noise draw
+        error           |S'_t - S_t|_F / epsilon at the tokens `at` (default: powers of 2); dims layer,
+                        target, trial, token, head, with trial = sample x noise draw
         relative_error  the same over |S_t|_F
         and the fits of `fit_growth` on error, averaged over heads.
     """
@@ -91,12 +96,12 @@ def perturbation_growth(
 def fit_growth(error: xr.DataArray, *, draws: int = 200, seed: int = 0) -> xr.Dataset:
     """Least-squares fits a + b g(T) of an error curve with g = nothing, ln T, sqrt T and T.
 
-    error: dims trial, token (the coordinate holds T) and any others. Fits are to the mean over trials; intervals are the
-    2.5th and 97.5th percentiles over bootstrap draws of trials. Curves are divided by their own mean first, so that a, b
-    and rmse are in units of the mean error and comparable.
+    error: dims trial, token (the coordinate holds T) and any others. Fits are to the mean over trials;
+    intervals are the 2.5th and 97.5th percentiles over bootstrap draws of trials. Curves are divided by their
+    own mean first, so that a, b and rmse are in units of the mean error and comparable.
 
-    Returns fit_intercept, fit_slope, fit_rmse (dims ..., form), fit_slope_interval (..., form, bound) and fit_bic: the
-    form with the lowest is the best description; a difference below 2 decides nothing.
+    Returns fit_intercept, fit_slope, fit_rmse (dims ..., form), fit_slope_interval (..., form, edge) and
+    fit_bic: the form with the lowest is the best description; a difference below 2 decides nothing.
     """
     t = error.token.values.astype(float)
     if len(t) < 4:
@@ -126,13 +131,15 @@ def fit_growth(error: xr.DataArray, *, draws: int = 200, seed: int = 0) -> xr.Da
     dims = (*others, "form")
     return xr.Dataset(
         {f"fit_{name}": (dims, stack[name]) for name in ("intercept", "slope", "rmse", "bic")}
-        | {"fit_slope_interval": ((*dims, "bound"), np.stack([stack["low"], stack["high"]], -1))},
-        coords={"form": list(FORMS), "bound": ["low", "high"]} | {d: error[d].values for d in others},
+        | {"fit_slope_interval": ((*dims, "edge"), np.stack([stack["low"], stack["high"]], -1))},
+        coords={"form": list(FORMS), "edge": ["low", "high"]} | {d: error[d].values for d in others},
     )
 
 
 def plot_perturbation_growth(ds: xr.Dataset, ax: Axes | None = None, *, layer: int | None = None) -> Axes:
-    """Error over T on logarithmic axes, a line per target; the legend names the growth that describes it best."""
+    """Error over T on logarithmic axes, a line per target; the legend names the growth that describes it
+    best.
+    """
     ax = _figures.new_axes(ax)
     ds = ds.isel(layer=-1) if layer is None else ds.sel(layer=layer)
     t = ds.token.values.astype(float)
@@ -190,7 +197,8 @@ def _perturbed(
     zeros = {name: torch.zeros_like(getattr(f, name)) for name in ("v", "log_decay", "write_k", "write_v")}
     noise = zeros | {"k": x, "beta": epsilon * sign}
     own = {name: getattr(f, name) for name in noise} | {"k": f.key}
-    return replace(f, **{name: torch.stack([noise[name], own[name]], 2).flatten(1, 2) for name in noise}), 2
+    doubled: dict[str, Any] = {name: torch.stack([noise[name], own[name]], 2).flatten(1, 2) for name in noise}
+    return replace(f, **doubled), 2
 
 
 def _directions(shape: tuple[int, ...], generator: torch.Generator) -> Float[Tensor, ...]:

@@ -1,9 +1,10 @@
 """Rank of a matrix that is known by its factors: singular values and what is read off them.
 
-A token of PRISM adds X = sum_r left_r right_r^T to the state (math: B_t has R = L + 1 terms), with R far below the
-widths V and K. Writing left = Q_a R_a and right = Q_b R_b, X = Q_a (R_a R_b^T) Q_b^T, so the singular values of X are
-those of an R x R core; no V x K matrix is formed. All of it is float64, whatever the factors were stored in: float32
-would keep a smallest singular value of 4e-6 sigma_max to three digits by QR and not at all by a Gram matrix.
+A token of PRISM adds X = sum_r left_r right_r^T to the state (math: B_t has R = L + 1 terms), with R far
+below the widths V and K. Writing left = Q_a R_a and right = Q_b R_b, X = Q_a (R_a R_b^T) Q_b^T, so the
+singular values of X are those of an R x R core; no V x K matrix is formed. All of it is float64, whatever the
+factors were stored in: float32 would keep a smallest singular value of 4e-6 sigma_max to three digits by QR
+and not at all by a Gram matrix.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ DEFINITIONS = {
 }
 
 
-# Work in pieces that stay in a core's cache (a factor of 4,096 x 4 x 128 takes 8 ms to convert at once, 2 in pieces);
-# on a GPU pieces only bound the extra memory.
+# Work in pieces that stay in a core's cache (a factor of 4,096 x 4 x 128 takes 8 ms to convert at once, 2 in
+# pieces); on a GPU pieces only bound the extra memory.
 _PIECE_BYTES = {False: 4 << 20, True: 256 << 20}
 
 
@@ -34,10 +35,11 @@ def factor_singular_values(
 ) -> Float[Tensor, "*batch M"]:
     """Singular values, descending, of sum_r left_r right_r^T, M = min(R, V, K) of them, in float64.
 
-    method: `qr` (Householder QR by LAPACK, the choice on a CPU), `gram_schmidt` (modified Gram-Schmidt for the
-    triangular factors, then one-sided Jacobi on the core, both in float64 as element-wise operations over the batch:
-    the choice on a GPU, where batched QR and SVD run matrix by matrix) or `auto`. The triangular factor of modified
-    Gram-Schmidt is as accurate as Householder's (Bjorck 1967); only its Q is not, and no Q is needed.
+    method: `qr` (Householder QR by LAPACK, the choice on a CPU), `gram_schmidt` (modified Gram-Schmidt for
+    the triangular factors, then one-sided Jacobi on the core, both in float64 as element-wise operations over
+    the batch: the choice on a GPU, where batched QR and SVD run matrix by matrix) or `auto`. The triangular
+    factor of modified Gram-Schmidt is as accurate as Householder's (Bjorck 1967); only its Q is not, and no Q
+    is needed.
 
     Raises ValueError for shapes that do not belong together, an unknown method, or non-finite factors.
     """
@@ -72,10 +74,11 @@ def factor_threshold(
 ) -> Float[Tensor, "*batch"]:
     """Singular values at or below this may be rounding: FACTOR_TOLERANCE.
 
-    A factor stored in `dtype` is known to eps/2 of its norm, so X is known to eps times that sum in spectral norm, and by
-    Weyl's inequality so is every singular value; the second term is the arithmetic's own share and matters for float64
-    factors only. Unlike a multiple of sigma_max it stays right when the terms cancel.
-    left_norm replaces |left_r| where left_r is itself a difference of stored vectors, whose rounding it inherits.
+    A factor stored in `dtype` is known to eps/2 of its norm, so X is known to eps times that sum in spectral
+    norm, and by Weyl's inequality so is every singular value; the second term is the arithmetic's own share
+    and matters for float64 factors only. Unlike a multiple of sigma_max it stays right when the terms cancel.
+    left_norm replaces |left_r| where left_r is itself a difference of stored vectors, whose rounding it
+    inherits.
     """
     norm = _row_norms(left) if left_norm is None else left_norm
     own = max(left.shape[-1], right.shape[-1]) * torch.finfo(torch.float64).eps
@@ -85,8 +88,9 @@ def factor_threshold(
 def matrix_singular_values(matrices: Float[Tensor, "*batch K V"]) -> Float[Tensor, "*batch M"]:
     """Singular values, descending, of matrices that exist as such (states), in float64; M = min(K, V).
 
-    On a GPU they come from the eigenvalues of the float64 Gram matrix, which resolves 1e-8 of sigma_max: below what a
-    float32 matrix knows, and a batched SVD there runs matrix by matrix. float64 matrices always take the SVD.
+    On a GPU they come from the eigenvalues of the float64 Gram matrix, which resolves 1e-8 of sigma_max:
+    below what a float32 matrix knows, and a batched SVD there runs matrix by matrix. float64 matrices always
+    take the SVD.
     """
     _check_finite("matrices", matrices)
     if matrices.is_cuda and matrices.dtype != torch.float64:
@@ -104,9 +108,10 @@ def matrix_threshold(
 ) -> Float[Tensor, "*batch"]:
     """MATRIX_TOLERANCE, where dtype is the state's and stored that of the factors it was summed from.
 
-    The first is the usual rule for a matrix held in `dtype` (numpy.linalg.matrix_rank). A state summed in float32 from
-    bf16 factors carries their rounding: independent errors of relative size eps/sqrt(12) per entry have a spectral norm
-    of about (sqrt K + sqrt V) / sqrt(max(K, V)) * eps/sqrt(12) of sigma_max or less, which the second covers.
+    The first is the usual rule for a matrix held in `dtype` (numpy.linalg.matrix_rank). A state summed in
+    float32 from bf16 factors carries their rounding: independent errors of relative size eps/sqrt(12) per
+    entry have a spectral norm of about (sqrt K + sqrt V) / sqrt(max(K, V)) * eps/sqrt(12) of sigma_max or
+    less, which the second covers.
     """
     rtol = max(max(shape) * torch.finfo(dtype).eps, 2 * torch.finfo(stored).eps)
     return rtol * singular_values[..., 0]
@@ -117,9 +122,9 @@ def rank_measures(
 ) -> dict[str, Float[Tensor, "*batch"]]:
     """The four measures of DEFINITIONS, each [*batch] in float64, from descending singular values.
 
-    A matrix whose largest singular value does not exceed the threshold is zero as far as anyone can know: every measure
-    of it is 0, never NaN. Otherwise the three smooth measures use all singular values; noise below the threshold hardly
-    moves them.
+    A matrix whose largest singular value does not exceed the threshold is zero as far as anyone can know:
+    every measure of it is 0, never NaN. Otherwise the three smooth measures use all singular values; noise
+    below the threshold hardly moves them.
     """
     sigma = singular_values.double()
     top = sigma[..., :1]
@@ -172,7 +177,8 @@ def _triangle_by_gram_schmidt(rows: Tensor) -> Tensor:
 
 
 def _jacobi_singular_values(core: Tensor, sweeps: int = 8) -> Tensor:
-    """One-sided Jacobi (Hestenes 1958) over a batch of small matrices: rotate pairs of columns until orthogonal.
+    """One-sided Jacobi (Hestenes 1958) over a batch of small matrices: rotate pairs of columns until
+    orthogonal.
 
     Eight sweeps bring an 8 x 8 core to float64 accuracy (convergence is quadratic); a fixed number avoids a
     synchronisation per sweep on a GPU.

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 def residual_decay(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
     """|r^l| / |r^1| before each step and after the last, and the share of |v - u| that each step removes.
 
-    r^1 = v - u and r^{l+1} = r^l - delta^l (math: Eq. 14 to 16). removed^l = (|r^l| - |r^{l+1}|) / |r^1|, negative where
-    a step makes the residual longer; over the steps it sums to 1 - |r^{L+1}| / |r^1|.
+    r^1 = v - u and r^{l+1} = r^l - delta^l (math: Eq. 14 to 16). removed^l = (|r^l| - |r^{l+1}|) / |r^1|,
+    negative where a step makes the residual longer; over the steps it sums to 1 - |r^{L+1}| / |r^1|.
 
-    Returns ratio (dims layer, sample, token, head, step; L + 1 steps from 1), removed (..., refine_step; L steps from 1) and
-    initial_norm |r^1|. Where r^1 = 0 both are undefined and NaN, which xarray's reductions skip.
+    Returns ratio (dims layer, sample, token, head, step; L + 1 steps from 1), removed (..., refine_step; L
+    steps from 1) and initial_norm |r^1|. Where r^1 = 0 both are undefined and NaN, which xarray's reductions
+    skip.
     """
     found = {}
     for f in _factors.layers(model, inputs, ["residual"]):
@@ -41,7 +42,9 @@ def residual_decay(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
 
 
 def plot_residual_decay(ds: xr.Dataset, ax: Axes | None = None, *, max_layers: int = 4) -> Axes:
-    """|r^l| / |r^1| over the steps, a line per layer; medians over sequences, tokens and heads, 10-90 % bands."""
+    """|r^l| / |r^1| over the steps, a line per layer; medians over sequences, tokens and heads, 10-90 %
+    bands.
+    """
     ax = _figures.new_axes(ax)
     for i, layer in enumerate(_figures.pick(ds.layer.values, max_layers)):
         _figures.line_with_band(ax, ds.step.values, ds.ratio.sel(layer=layer), "step", i, f"layer {layer}")
@@ -56,11 +59,12 @@ def plot_residual_decay(ds: xr.Dataset, ax: Axes | None = None, *, max_layers: i
 def step_cosines(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
     """How orthogonal the steps are: cosines between the deltas and between the keys of one token's steps.
 
-    The paper says in words that the deltas are orthogonal; nothing enforces it. delta has steps 1..L, key has 0..L, step 0
-    being the base key k (and for the write's own direction base value v under name `value`: v against every delta).
+    The paper says in words that the deltas are orthogonal; nothing enforces it. delta has steps 1..L, key has
+    0..L, step 0 being the base key k (and for the write's own direction base value v under name `value`: v
+    against every delta).
 
-    Returns delta (dims layer, sample, token, head, refine_step, other_refine_step), key (..., term, other_term) and value
-    (..., refine_step), in [-1, 1]; NaN where a vector is zero.
+    Returns delta (dims layer, sample, token, head, refine_step, other_refine_step), key (..., term,
+    other_term) and value (..., refine_step), in [-1, 1]; NaN where a vector is zero.
     """
     found = {}
     for f in _factors.layers(model, inputs, ["delta", "write_k"]):

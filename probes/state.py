@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import xarray as xr
 from jaxtyping import Int
@@ -24,13 +25,15 @@ _SPECTRUM_DIMS = (*TOKEN_DIMS, "component")
 def state_rank(
     model: Any, inputs: Int[Tensor, "B T"], at: Sequence[int] | Tensor | None = None
 ) -> xr.Dataset:
-    """Rank and spectrum of the state S_t after the tokens `at` (default: up to 64, evenly spread over the sequence).
+    """Rank and spectrum of the state S_t after the tokens `at` (default: up to 64, evenly spread over the
+    sequence).
 
-    States are replayed from the cached factors at these tokens only. Each token adds a matrix of rank L + 1 at most and
-    the decayed state keeps its rank or loses some, so rank(S_t) <= min(K, V, (L + 1)(t + 1)) with tokens counted from 0.
+    States are replayed from the cached factors at these tokens only. Each token adds a matrix of rank L + 1
+    at most and the decayed state keeps its rank or loses some, so rank(S_t) <= min(K, V, (L + 1)(t + 1)) with
+    tokens counted from 0.
 
-    Returns numerical, effective, stable, participation (dims layer, sample, token, head), singular_value (and component,
-    descending), bound (layer, token). Tolerance (rank.matrix_threshold) and dtype are in attrs.
+    Returns numerical, effective, stable, participation (dims layer, sample, token, head), singular_value (and
+    component, descending), bound (layer, token). Tolerance (rank.matrix_threshold) and dtype are in attrs.
     """
     at = _factors.positions(at, inputs.shape[1])
     found, bounds = {}, {}
@@ -53,8 +56,9 @@ def window_rank(
 ) -> xr.Dataset:
     """Rank of sum_{s=t-window+1..t} B_s, the writes of a window before any decay or erase acts on them.
 
-    From the (L + 1) * window factors where these are fewer than the widths, else from the K x V sum itself. Windows reach
-    back to the first token at most. Variables and dims as for `state_rank`; bound is min(K, V, (L + 1) min(window, t + 1)).
+    From the (L + 1) * window factors where these are fewer than the widths, else from the K x V sum itself.
+    Windows reach back to the first token at most. Variables and dims as for `state_rank`; bound is min(K, V,
+    (L + 1) min(window, t + 1)).
     """
     if window < 1:
         raise ValueError(f"window: expected at least 1 token, got {window}")
@@ -109,8 +113,9 @@ def plot_state_rank(
 def plot_spectrum(
     ds: xr.Dataset, ax: Axes | None = None, *, layer: int | None = None, max_components: int = 64
 ) -> Axes:
-    """Singular values of the state over tokens as a field: log10(sigma_i / sigma_1), median over sequences and heads."""
-    import numpy as np
+    """Singular values of the state over tokens as a field: log10(sigma_i / sigma_1), median over sequences
+    and heads.
+    """
 
     ax = _figures.new_axes(ax)
     values = ds.singular_value.isel(layer=-1) if layer is None else ds.singular_value.sel(layer=layer)
@@ -120,8 +125,9 @@ def plot_spectrum(
     relative = (values / top.where(top > 0)).median(("sample", "head")).transpose("component", "token")
     floor = -8.0
     field = np.log10(np.maximum(relative.values, 10**floor))
-    mesh = ax.pcolormesh(ds.token.values, np.arange(1, len(field) + 1), field, vmin=floor, vmax=0, cmap="viridis",
-                         shading="nearest", rasterized=True)  # fmt: skip
+    rows = np.arange(1, len(field) + 1)
+    style = {"vmin": floor, "vmax": 0, "cmap": "viridis", "shading": "nearest", "rasterized": True}
+    mesh = ax.pcolormesh(ds.token.values, rows, field, **style)
     ax.invert_yaxis()
     bar = ax.figure.colorbar(mesh, ax=ax)
     bar.set_label(r"$\log_{10}\,\sigma_i / \sigma_1$", fontsize=_figures.FONT)

@@ -25,8 +25,8 @@ def update_factors(
 
     write:  B_t = beta_t v_t k_t^T + sum_l w_t^l kappa_t^l^T
     update: S_t - alpha_t S_{t-1} = beta_t (v_t - Sbar_t k_t) k_t^T + sum_l w_t^l kappa_t^l^T
-    norm is |left_r|, except for the update's difference, where it is beta_t (|v_t| + |Sbar_t k_t|): the rounding of the
-    two stays when they cancel.
+    norm is |left_r|, except for the update's difference, where it is beta_t (|v_t| + |Sbar_t k_t|): the
+    rounding of the two stays when they cancel.
     """
     if matrix not in MATRICES:
         raise ValueError(f"matrix: expected one of {', '.join(MATRICES)}, got {matrix!r}")
@@ -43,8 +43,9 @@ def update_factors(
 def distinct_keys(config: Any, matrix: str = "update") -> int:
     """How many different right factors a token's matrix can have, hence its greatest rank.
 
-    k counts where it writes or erases, the refinement's own keys L times, a shared one once, the base key not again. Where
-    kappa^1 erases, the erase adds no key; where nothing is erased, write and update are the same.
+    k counts where it writes or erases, the refinement's own keys L times, a shared one once, the base key not
+    again. Where kappa^1 erases, the erase adds no key; where nothing is erased, write and update are the
+    same.
     """
     refined = {"own": config.n_refine, "shared": 1, "base": 0}[config.refine_keys] if config.n_refine else 0
     erases = matrix == "update" and config.erase not in ("none", "step")
@@ -60,12 +61,14 @@ def update_rank(
 ) -> xr.Dataset:
     """Rank of the matrix that each token adds to the state, by four measures and its singular values.
 
-    matrix "write" is B_t (math: S_t = S_{t-1} A_t + B_t), "update" is S_t - alpha_t S_{t-1}, which also holds the erase.
-    Both come from their L + 1 factors (rank.py), never from K x V matrices. rank <= min(L + 1, K, V); 2 where all refinement
-    keys of a token coincide, 1 where they all equal k, L in the `paper` preset, which has no base write.
+    matrix "write" is B_t (math: S_t = S_{t-1} A_t + B_t), "update" is S_t - alpha_t S_{t-1}, which also holds
+    the erase. Both come from their L + 1 factors (rank.py), never from K x V matrices. rank <= min(L + 1, K,
+    V); 2 where all refinement keys of a token coincide, 1 where they all equal k, L in the `paper` preset,
+    which has no base write.
 
-    Returns variables numerical, effective, stable, participation (dims layer, matrix, sample, token, head; float32),
-    singular_value (with component, descending) and bound (layer, matrix): `distinct_keys`, at most K and V; attrs hold definitions, tolerance and the dtype behind it.
+    Returns variables numerical, effective, stable, participation (dims layer, matrix, sample, token, head;
+    float32), singular_value (with component, descending) and bound (layer, matrix): `distinct_keys`, at most
+    K and V; attrs hold definitions, tolerance and the dtype behind it.
     """
     found, bounds = {}, {}
     for f in _factors.layers(model, inputs):
@@ -77,7 +80,7 @@ def update_rank(
             parts.append(rank.rank_measures(sigma, threshold) | {"singular_value": sigma})
         found[f.layer] = {name: torch.stack([p[name] for p in parts]) for name in parts[0]}
         bounds[f.layer] = [min(distinct_keys(model.config, m), *f.shape) for m in matrices]
-    dims = dict.fromkeys(rank.MEASURES, ("matrix", *TOKEN_DIMS))
+    dims: dict[str, tuple[str, ...]] = dict.fromkeys(rank.MEASURES, ("matrix", *TOKEN_DIMS))
     dims["singular_value"] = ("matrix", *TOKEN_DIMS, "component")
     attrs = rank_attrs(rank.FACTOR_TOLERANCE, f.stored)
     ds = dataset(found, dims, {"matrix": list(matrices)}, attrs)

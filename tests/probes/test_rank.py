@@ -15,7 +15,9 @@ def dense(left, right):
 
 
 def planted(terms, true_rank, width, seed, dtype=torch.float64):
-    """`terms` factors, of which only `true_rank` are independent: the rest are sums of two of them, halved."""
+    """`terms` factors, of which only `true_rank` are independent: the rest are sums of two of them,
+    halved.
+    """
     gen = torch.Generator().manual_seed(seed)
     left = torch.randn(5, terms, width, generator=gen, dtype=torch.float64)
     right = torch.randn(5, terms, width, generator=gen, dtype=torch.float64)

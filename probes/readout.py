@@ -1,0 +1,211 @@
+"""Measure 8: can a hidden variable of the task be read out linearly, where, and from which layer on?"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Int
+from torch import Tensor
+
+from probes import _factors, _figures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SOURCES = {"state": "mixer.state", "mixer": "mixer_out", "residual": "resid_post"}
+IGNORE = -100
+
+
+@torch.no_grad()
+def readout(
+    model: Any,
+    inputs: Int[Tensor, "B T"],
+    labels: Int[Tensor, "B T"],
+    *,
+    sources: Sequence[str] = ("state", "mixer", "residual"),
+    at: Sequence[int] | Tensor | None = None,
+    untrained: Any | None = None,
+    control_window: int = 3,
+    max_features: int = 1024,
+    seed: int = 0,
+) -> xr.Dataset:
+    """Accuracy of a linear classifier of labels[:, t] from the state, the mixer's output or the residual
+    stream at token t.
+
+    labels: the hidden variable at every token (running parity, the group element, the bound value), -100
+    where there is none. Logistic regression (scikit-learn, C = 1, standardised features) is fitted on the
+    even sequences and scored on the odd ones, at each of the tokens `at` (default: up to 8). States with more
+    than max_features entries go through one fixed Gaussian projection to that many (Johnson & Lindenstrauss).
+
+    A read-out shows that the variable is there only beside its controls:
+        control     the same classifier on random labels with as many classes, a fixed function of the last
+                    control_window tokens (Hewitt & Liang 2019): what the classifier can fit of what any state
+                    that remembers those tokens holds. accuracy - control is their selectivity.
+        untrained   the same classifier on `untrained`, a model of the same configuration with its initial
+                    weights.
+        majority    the most frequent label of the training half.
+
+    Returns accuracy (dims weights, label, source, layer, token; label hidden, control), its 95 % Wilson
+    interval (edge), and majority (label, token). NaN where the training half has fewer than two classes or a
+    half has fewer than 8 labels.
+    """
+    unknown = [s for s in sources if s not in SOURCES]
+    if unknown or not sources:
+        raise ValueError(f"sources: expected some of {', '.join(SOURCES)}, got {list(sources)}")
+    if labels.shape != inputs.shape:
+        raise ValueError(
+            f"labels: expected the shape of inputs {list(inputs.shape)}, got {list(labels.shape)}"
+        )
+    at = _factors.positions(at, inputs.shape[1], 8)
+    inputs, labels = inputs.cpu(), labels.cpu()
+    targets = {"hidden": labels, "control": control_labels(inputs, labels, control_window, seed)}
+    models = {"trained": model} | ({} if untrained is None else {"untrained": untrained})
+    layers = range(len(model.blocks))
+    shape = (len(models), len(targets), len(sources), len(layers), len(at))
+    score, bounds = np.full(shape, np.nan), np.full((*shape, 2), np.nan)
+    majority = np.full((len(targets), len(at)), np.nan)
+    for m, one in enumerate(models.values()):
+        for s, source in enumerate(sources):
+            for l in layers:
+                features = _features(one, inputs, source, l, at, max_features, seed)
+                if features is None:
+                    continue
+                for k, wanted in enumerate(targets.values()):
+                    for p, t in enumerate(at):
+                        hits, n, base = _fit(features[:, p], wanted[:, t].numpy())
+                        majority[k, p] = base
+                        if n:
+                            score[m, k, s, l, p] = hits / n
+                            bounds[m, k, s, l, p] = _wilson(hits, n)
+    dims = ("weights", "label", "source", "layer", "token")
+    return xr.Dataset(
+        {
+            "accuracy": (dims, score),
+            "interval": ((*dims, "edge"), bounds),
+            "majority": (("label", "token"), majority),
+        },
+        coords={
+            "weights": list(models),
+            "label": list(targets),
+            "source": list(sources),
+            "layer": list(layers),
+            "token": at,
+            "edge": ["low", "high"],
+        },
+        attrs={
+            "classifier": "LogisticRegression(C=1), standardised features, fitted on even, scored on odd sequences",
+            "control_window": control_window,
+            "n_sequences": inputs.shape[0],
+        },
+    )
+
+
+def control_labels(
+    inputs: Int[Tensor, "B T"], labels: Int[Tensor, "B T"], window: int, seed: int
+) -> Int[Tensor, "B T"]:
+    """Random labels, a function of the last `window` tokens alone, with the classes of labels; -100 where
+    labels are.
+    """
+    if window < 1:
+        raise ValueError(f"control_window: expected at least 1, got {window}")
+    classes = labels[labels != IGNORE].unique()
+    if len(classes) < 2:
+        raise ValueError(f"labels: expected at least 2 classes beside -100, got {classes.tolist()}")
+    padded = torch.cat([inputs.new_full((inputs.shape[0], window - 1), -1), inputs], 1)
+    grams = padded.unfold(1, window, 1).reshape(-1, window)
+    _, kind = grams.unique(dim=0, return_inverse=True)
+    generator = torch.Generator().manual_seed(seed)
+    table = classes[torch.randint(len(classes), (int(kind.max()) + 1,), generator=generator)]
+    return torch.where(labels != IGNORE, table[kind].view_as(labels), IGNORE)
+
+
+def plot_readout(ds: xr.Dataset, ax: Axes | None = None, *, token: int | None = None) -> Axes:
+    """Accuracy by layer (at one token; default the last) of each source, with its control (hollow) and the
+    majority class.
+    """
+    ax = _figures.new_axes(ax)
+    at = ds.isel(token=-1) if token is None else ds.sel(token=token)
+    layers = ds.layer.values
+    shift = np.linspace(-0.12, 0.12, ds.sizes["source"]) if ds.sizes["source"] > 1 else [0.0]
+    for i, source in enumerate(ds.source.values):
+        style = _figures.look(i)
+        value = at.accuracy.sel(weights="trained", source=source)
+        ends = at.interval.sel(weights="trained", source=source, label="hidden")
+        middle = value.sel(label="hidden").values
+        error = [middle - ends.sel(edge="low").values, ends.sel(edge="high").values - middle]
+        ax.errorbar(layers + shift[i], middle, np.maximum(error, 0), label=source, capsize=1.5, **style)
+        hollow = style | {"markerfacecolor": "w", "linewidth": 0.7}
+        ax.plot(layers + shift[i], value.sel(label="control"), label=f"{source}, control", **hollow)
+        if "untrained" in ds.weights.values:
+            faint = style | {"linestyle": "none", "alpha": 0.45, "markersize": 4.5}
+            values = at.accuracy.sel(weights="untrained", source=source, label="hidden")
+            ax.plot(layers + shift[i], values, label=f"{source}, untrained", **faint)
+    _figures.reference(ax, float(at.majority.sel(label="hidden")), "majority")
+    ax.set_xticks(layers)
+    ax.set_ylim(top=1.03)
+    title = f"token {int(at.token)}, n = {ds.attrs['n_sequences'] // 2} test sequences"
+    _figures.finish(ax, "layer", "read-out accuracy", title, legend=False)
+    ax.legend(
+        fontsize=_figures.FONT - 2, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22)
+    )
+    return ax
+
+
+def _features(
+    model: Any, inputs: Tensor, source: str, layer: int, at: list[int], limit: int, seed: int
+) -> np.ndarray | None:
+    """[B, P, features], or None for a layer that has no such tensor."""
+    name = f"blocks.{layer}.{SOURCES[source]}"
+    if name not in model.hook_shapes(*inputs.shape):
+        return None
+    tokens = inputs.to(next(model.parameters()).device)
+    parts = []
+    for piece in tokens.split(256):
+        if source == "state":
+            _, cache = model.run_with_cache(piece, names=[name], positions=at)
+            tensor = cache[name]
+        else:
+            _, cache = model.run_with_cache(piece, names=[name])
+            tensor = cache[name][:, at]
+        tensor = tensor.flatten(2).float()
+        if tensor.shape[-1] > limit:
+            generator = torch.Generator().manual_seed(seed)
+            project = torch.randn(tensor.shape[-1], limit, generator=generator) / math.sqrt(limit)
+            tensor = tensor @ project.to(tensor)
+        parts.append(tensor.cpu())
+    return torch.cat(parts).numpy()
+
+
+def _fit(features: np.ndarray, labels: np.ndarray) -> tuple[int, int, float]:
+    """Right answers, answers, and the majority class's share on the test half."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    train = (np.arange(len(labels)) % 2 == 0) & (labels != IGNORE)
+    test = (np.arange(len(labels)) % 2 == 1) & (labels != IGNORE)
+    if min(train.sum(), test.sum()) < 8:
+        return 0, 0, np.nan
+    classes, counts = np.unique(labels[train], return_counts=True)
+    base = float((labels[test] == classes[counts.argmax()]).mean())
+    if len(classes) < 2:
+        return 0, 0, base
+    classifier = make_pipeline(StandardScaler(), LogisticRegression(max_iter=500))
+    with warnings.catch_warnings():  # 500 steps of a separable problem are not converged, and good enough
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        classifier.fit(features[train], labels[train])
+    return int((classifier.predict(features[test]) == labels[test]).sum()), int(test.sum()), base
+
+
+def _wilson(hits: int, n: int) -> tuple[float, float]:
+    from scipy.stats import binomtest
+
+    found = binomtest(hits, n).proportion_ci(method="wilson")
+    return found.low, found.high
