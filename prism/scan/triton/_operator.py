@@ -30,8 +30,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from prism.scan.triton import resident
+from prism.scan.triton._resident_kernels import forward_kernel
 
-INTERPRETED: bool = not isinstance(resident.forward_kernel, triton.runtime.JITFunction)
+INTERPRETED: bool = not isinstance(forward_kernel, triton.runtime.JITFunction)
 """True where TRITON_INTERPRET=1 was set before triton was imported."""
 
 

@@ -1,10 +1,162 @@
-"""One program carries the state of one sequence and value head on chip from its first token to its last."""
+"""One warp carries the state of one or a few (sequence, value head) pairs on chip from first token to last.
+
+One launch forward and two backward (three where value heads share a key head or V is cut into slices: sums of
+what each computed). Device memory holds, beyond inputs and outputs, e = v - Sbar k and the state at the start of
+every chunk of `CHUNK` tokens, and during the backward pass the adjoint of the state there. Right for every T, L,
+N and every K and V up to 256; fast where pairs are many, for T tokens take T steps.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
+import triton.language as tl
+from torch import Tensor
+
+from prism.scan.triton._chunk_kernel import chunk_kernel
+from prism.scan.triton._resident_kernels import forward_kernel, reverse_kernel
+
+__all__ = ["allocate", "backward", "forward"]
+
+CHUNK = 16
 
 
-@triton.jit
-def forward_kernel(x):
-    pass
+class _Tile(NamedTuple):
+    """The tile of a walk, and the tokens it reads at a time."""
+
+    KR: int
+    KL: int
+    G: int
+    BV: int
+    U: int
+
+
+def _tile(K: int, V: int, L: int) -> _Tile:
+    """At most 32 numbers of the state to a lane, and a full warp: measured, not searched."""
+    width = triton.next_power_of_2(K)
+    KL = max(1, width // 32)
+    BV = min(triton.next_power_of_2(V), 32 // KL)
+    return _Tile(width // KL, KL, 32 // (KL * BV), BV, 4 if L == 0 else 2 if L <= 2 else 1)
+
+
+def _slots(B: int, T: int, cu_seqlens: Tensor | None) -> int:
+    if cu_seqlens is None:
+        return B * ((T + CHUNK - 1) // CHUNK)
+    return T // CHUNK + cu_seqlens.shape[0] - 1
+
+
+def allocate(q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | None) -> list[Tensor]:
+    B, T, HV, V = v.shape
+    states = (_slots(B, T, cu_seqlens), HV, q.shape[3], V)
+    return [v.new_empty(v.shape), v.new_empty(states, dtype=torch.float32)]
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    write_k: Tensor | None,
+    write_v: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    L = 0 if write_k is None else write_k.shape[3]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    o = v.new_empty(v.shape)
+    last = q.new_empty((N, HV, K, V), dtype=torch.float32)
+    e, states = saved or (o, last)
+    tile = _tile(K, V, L)
+    forward_kernel[(triton.cdiv(N * HV, tile.G), triton.cdiv(V, tile.BV))](
+        q, k, v, log_decay, beta, _or(write_k, q), _or(write_v, q), _or(initial_state, last), _or(cu_seqlens, q),
+        o, last, e, states, scale, T, N * HV, H, HV,
+        K=K, V=V, L=L, **tile._asdict(), C=CHUNK,
+        INITIAL=initial_state is not None, PACKED=cu_seqlens is not None, SAVE=bool(saved), num_warps=1,
+    )  # fmt: skip
+    return o, last
+
+
+def backward(
+    do: Tensor | None,
+    dstate: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    write_k: Tensor | None,
+    write_v: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: list[Tensor],
+) -> tuple[Tensor | None, ...]:
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    L = 0 if write_k is None else write_k.shape[3]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    packed = cu_seqlens is not None
+    e, states = saved
+    if do is None:
+        do = torch.zeros_like(v)
+
+    tile = _tile(K, V, L)
+    slices = triton.cdiv(V, tile.BV)
+    dv = torch.empty_like(v)
+    dwrite_v = None if write_v is None else torch.empty_like(write_v)
+    dinitial = None if initial_state is None else torch.empty_like(initial_state)
+    dbeta = (
+        torch.empty_like(beta) if slices == 1 else beta.new_empty((*beta.shape, slices), dtype=torch.float32)
+    )
+    adjoints = torch.empty_like(states)
+    reverse_kernel[(triton.cdiv(N * HV, tile.G), slices)](
+        q, k, do, e, log_decay, beta, _or(write_k, q), _or(dstate, states), _or(cu_seqlens, q),
+        dv, _or(dwrite_v, dv), dbeta, _or(dinitial, states), adjoints, scale,
+        T, N * HV, H, HV, slices,
+        K=K, V=V, L=L, **tile._asdict(), C=CHUNK, LAST=dstate is not None,
+        INITIAL=dinitial is not None, PACKED=packed, num_warps=1,
+    )  # fmt: skip
+    if slices > 1:
+        dbeta = dbeta.sum(-1).to(beta.dtype)
+
+    shared = HV > H  # each value head computes its own part of dq and dk
+    dq, dk = (q.new_empty((B, T, HV, K), dtype=torch.float32 if shared else q.dtype) for _ in range(2))
+    dlog_decay = torch.empty_like(log_decay)
+    dwrite_k = None if write_k is None else torch.empty_like(write_k)
+    BK, BV = (max(16, triton.next_power_of_2(width)) for width in (K, V))
+    DOT, precision = _products(q.dtype)
+    chunk_kernel[(_slots(B, T, cu_seqlens) * HV,)](
+        q, k, log_decay, beta, _or(write_k, q), _or(write_v, q), do, e, dv, states, adjoints, _or(cu_seqlens, q),
+        dq, dk, dlog_decay, _or(dwrite_k, dq), scale, T, N, H, HV, L,
+        K=K, V=V, BK=BK, BV=min(BV, 64), C=CHUNK, WRITES=L > 0, PACKED=packed, DOT=DOT, PRECISION=precision,
+        num_warps=_warps(BK),
+    )  # fmt: skip
+    if shared:
+        dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(q.dtype) for x in (dq, dk))
+    return dq, dk, dv, dlog_decay, dbeta, dwrite_k, dwrite_v, dinitial
+
+
+def _products(dtype: torch.dtype) -> tuple[tl.dtype, str]:
+    """What the tiles of a product are rounded to, and how float32 ones are multiplied.
+
+    A state does not fit float16's range, so its tiles keep float32 and lose in tf32 the digits float16 has not.
+    """
+    if dtype == torch.bfloat16:
+        return tl.bfloat16, "ieee"
+    return tl.float32, "tf32" if dtype == torch.float16 else "ieee"
+
+
+def _warps(BK: int) -> int:
+    return {16: 1, 32: 2, 64: 4}.get(BK, 4 if BK < 256 else 8)
+
+
+def _or(x: Tensor | None, placeholder: Tensor) -> Tensor:
+    """A kernel's pointer argument that is never read needs some tensor all the same."""
+    return placeholder if x is None else x
