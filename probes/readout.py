@@ -99,7 +99,7 @@ def readout(
             "edge": ["low", "high"],
         },
         attrs={
-            "classifier": "LogisticRegression(C=1), standardised features, fitted on even, scored on odd sequences",
+            "classifier": "LogisticRegression(C=1), standardised; fitted on even, scored on odd sequences",
             "control_window": control_window,
             "n_sequences": inputs.shape[0],
         },

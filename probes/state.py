@@ -126,7 +126,13 @@ def plot_spectrum(
     floor = -8.0
     field = np.log10(np.maximum(relative.values, 10**floor))
     rows = np.arange(1, len(field) + 1)
-    style = {"vmin": floor, "vmax": 0, "cmap": "viridis", "shading": "nearest", "rasterized": True}
+    style: dict[str, Any] = {
+        "vmin": floor,
+        "vmax": 0,
+        "cmap": "viridis",
+        "shading": "nearest",
+        "rasterized": True,
+    }
     mesh = ax.pcolormesh(ds.token.values, rows, field, **style)
     ax.invert_yaxis()
     bar = ax.figure.colorbar(mesh, ax=ax)
