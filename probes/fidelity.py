@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 REFERENCES = ("serial", "gradient")
-WRITES = ("refinement", "refine_step")
+WRITES = ("refinement", "update")
 
 
 def activation_slope(name: str, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
