@@ -114,18 +114,24 @@ class Trainer:
     def train(self, on_step: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
         """Train to the end and return a row per member, in the order of the seeds (columns of `store.SCHEMA`)."""
         started = time.perf_counter()
-        settings, curves = self.settings, _Curves(len(self.seeds))
-        while self.steps_done < settings.steps:
-            self.step()
-            if on_step is not None:
-                on_step(self.steps_done)
-            if self.steps_done % settings.eval_every == 0 or self.steps_done == settings.steps:
-                val = self.evaluate("val", settings.val_size)
-                since = self.steps_done - (curves.steps[-1] if curves.steps else 0)
-                curves.add(self.steps_done, (self.loss_sum / since).cpu(), val)
-                self.loss_sum.zero_()
-                if not bool(self.optimiser.alive.any()):
-                    break  # nothing left that could learn
+        settings, curves, logged = self.settings, _Curves(), self.steps_done
+
+        def log() -> None:
+            nonlocal logged
+            train_loss = (self.loss_sum / max(1, self.steps_done - logged)).cpu()
+            curves.add(self.steps_done, train_loss, self.evaluate("val", settings.val_size))
+            self.loss_sum.zero_()
+            logged = self.steps_done
+
+        # Once every member has diverged nothing is left that could learn.
+        while self.steps_done < settings.steps and bool(self.optimiser.alive.any()):
+            for _ in range(min(settings.eval_every, settings.steps - self.steps_done)):
+                self.step()
+                if on_step is not None:
+                    on_step(self.steps_done)
+            log()
+        if not curves.steps:
+            log()
         test = self.evaluate("test", settings.test_size)
         return self._result(curves, test, time.perf_counter() - started)
 
@@ -213,8 +219,7 @@ class Trainer:
 class _Curves:
     """What is logged along the way, per member."""
 
-    def __init__(self, members: int) -> None:
-        self.members = members
+    def __init__(self) -> None:
         self.steps: list[int] = []
         self.train_loss: list[list[float]] = []
         self.val_loss: list[list[float]] = []

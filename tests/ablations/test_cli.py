@@ -1,0 +1,123 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import ablations
+from ablations.cli import app
+
+CHECKOUT = Path(ablations.__file__).resolve().parent.parent
+
+
+def prism(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["verify"], ["ablate"], ["report"], ["probe"], ["bench"], ["tasks"]])
+def test_every_command_has_help(command):
+    result = prism(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_help_does_not_wait_for_torch():
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom ablations.cli import app\n"
+        "assert CliRunner().invoke(app, ['demo', '--help']).exit_code == 0\n"
+        "assert not {'torch', 'pandas', 'matplotlib', 'scipy'} & set(sys.modules), sorted(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, check=True, timeout=60)
+
+
+def test_ablate_then_report_then_probe(grid_file, tmp_path):
+    out = tmp_path / "run"
+    result = prism("ablate", grid_file, "--out", out, "--save-models")
+    assert result.exit_code == 0, result.output
+    assert "PRISM" in result.output
+    assert "What was found" in result.output
+    assert "scan backend that ran: chunked" in result.output
+    assert (out / "figures" / "learning_curves.png").stat().st_size > 5000
+    (out / "report.md").unlink()
+    result = prism("report", out, "--no-figures")
+    assert result.exit_code == 0, result.output
+    assert "![accuracy](figures/accuracy.png)" in (out / "report.md").read_text()
+    result = prism("probe", out, "--measure", "residual-decay", "--sequences", "2")
+    assert result.exit_code == 0, result.output
+    assert (out / "figures" / "residual_decay_xor.png").stat().st_size > 5000
+
+
+def test_ablate_from_flags(tmp_path):
+    result = prism(
+        "ablate", "--task", "xor length=16", "--arm", "gdn d_model=8 n_layers=1", "--seeds", "1", "--steps", "2",
+        "--batch-size", "2", "--out", tmp_path,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "[n = 1]" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ablate", "--task", "xor", "--arm", "gdn d_modell=8"], "d_modell"),
+        (["ablate", "--task", "nonsense", "--arm", "gdn"], "expected a registered task"),
+        (["ablate"], "--task: expected at least one"),
+        (["report", "/nowhere"], "no finished cell"),
+        (["probe", "/nowhere"], "no finished cell"),
+        (["tasks", "show", "nonsense"], "expected a registered task"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = prism(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_verify_exits_with_1_when_a_comparison_fails(monkeypatch):
+    import prism.verify
+
+    monkeypatch.setattr(prism.verify, "main", lambda **_: False)
+    assert prism_("verify").exit_code == 1
+    monkeypatch.setattr(prism.verify, "main", lambda **_: True)
+    assert prism_("verify").exit_code == 0
+
+
+def prism_(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_tasks_are_listed():
+    result = prism("tasks")
+    assert result.exit_code == 0
+    assert "mqar" in result.output
+    assert "xor" in result.output
+
+
+def test_bench_runs_scripts_and_counts_failures(tmp_path, capfd):
+    from ablations.benchmarks import run_benchmarks
+
+    (tmp_path / "bench_good.py").write_text("import sys; print('args', sys.argv[1:])")
+    (tmp_path / "bench_bad.py").write_text("raise SystemExit(3)")
+    assert run_benchmarks(folder=tmp_path) == 1
+    assert run_benchmarks("good", ["--device", "cuda"], folder=tmp_path) == 0
+    assert "args ['--device', 'cuda']" in capfd.readouterr().out
+    with pytest.raises(ValueError, match="name: expected one of bad, good, got 'better'"):
+        run_benchmarks("better", folder=tmp_path)
+    with pytest.raises(ValueError, match="arguments: expected the name of a benchmark before --x"):
+        run_benchmarks(None, ["--x"], folder=tmp_path)
+    with pytest.raises(FileNotFoundError, match="part of a checkout, not of the installed package"):
+        run_benchmarks(folder=tmp_path / "nowhere")
+
+
+def test_other_peoples_packages_are_named(tmp_path):
+    """`prism` and `tasks` are names of other distributions too."""
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "__init__.py").write_text("")
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import ablations"
+    result = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "ImportError: ablations needs prism-lab's own package 'tasks'" in result.stderr
+    assert str(tmp_path / "tasks") in result.stderr

@@ -1,0 +1,241 @@
+import math
+
+import pytest
+import torch
+
+import tasks
+from ablations.ensemble import Ensemble, FlatAdamW, member_hits, member_losses
+from ablations.grid import TrainSettings
+from ablations.trainer import BLOCK, Trainer, learning_rates
+from prism import PrismConfig, PrismModel
+
+TASK = tasks.get("xor", length=16)
+SMALL = {"vocab_size": TASK.vocab_size, "d_model": 8, "n_layers": 1}
+SETTINGS = TrainSettings(
+    steps=8, batch_size=4, learning_rate=2e-2, warmup_steps=2, clip=0.5, weight_decay=0.1, eval_every=4,
+    val_size=8, test_size=16, dtype="float64",
+)  # fmt: skip
+
+
+def config(**changes):
+    return PrismConfig(**{**SMALL, **changes})
+
+
+def trained_alone(config, seed, settings, steps):
+    """The same cell with torch's own module, optimiser and clipping."""
+    model = PrismModel(config, seed=seed).double()
+    exempt = [p for p in model.parameters() if getattr(p, "_no_weight_decay", False)]
+    others = [p for p in model.parameters() if not getattr(p, "_no_weight_decay", False)]
+    assert exempt and others
+    groups = [{"params": others, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+    optimiser = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)
+    block = TASK.batch(BLOCK * settings.batch_size, seed=seed, step=0)
+    losses = []
+    for step, rate in zip(range(steps), learning_rates(settings), strict=False):
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        rows = slice(step * settings.batch_size, (step + 1) * settings.batch_size)
+        logits = model(block.inputs[rows])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), block.targets[rows].flatten(), ignore_index=-100)
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimiser.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"n_refine": 0}, {"anchor": "token", "activation": "identity"}, {"n_heads": 2, "n_value_heads": 4, "mlp_ratio": 0}],
+    ids=["prism", "gdn", "token", "grouped"],
+)
+def test_a_member_equals_the_cell_trained_alone(changes):
+    trainer = Trainer(config(**changes), TASK, SETTINGS, seeds=[3, 0, 7])
+    for _ in range(8):
+        trainer.step()
+    for index, seed in enumerate(trainer.seeds):
+        alone, losses = trained_alone(config(**changes), seed, SETTINGS, 8)
+        together = trainer.ensemble.member(index).double()
+        assert trainer.loss_sum[index].item() == pytest.approx(sum(losses), rel=1e-10)
+        for (name, a), b in zip(together.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_member_does_not_depend_on_its_company():
+    settings = TrainSettings(steps=6, batch_size=4, warmup_steps=1, learning_rate=1e-2)
+    alone, together = (Trainer(config(), TASK, settings, seeds) for seeds in ([5], [1, 5, 2]))
+    for _ in range(6):
+        alone.step()
+        together.step()
+    torch.testing.assert_close(together.ensemble.flat[1], alone.ensemble.flat[0], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(together.ensemble.flat[1], together.ensemble.flat[0], atol=1e-2)
+
+
+def test_logits_are_those_of_the_models():
+    ensemble = Ensemble(config(), [4, 9], dtype=torch.float64)
+    tokens = torch.stack([TASK.batch(3, seed=s).inputs for s in (0, 1)])
+    logits = ensemble(tokens)
+    for index, seed in enumerate((4, 9)):
+        torch.testing.assert_close(logits[index], PrismModel(config(), seed=seed).double()(tokens[index]))
+    assert ensemble.n_parameters == PrismModel(config(), seed=0).num_parameters()
+    assert ensemble.scan_backend == "chunked"
+    assert Ensemble(config(anchor="state"), [0]).scan_backend == "serial"
+    with pytest.raises(ValueError, match="seeds: expected at least one"):
+        Ensemble(config(), [])
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_diverged_member_stands_still_and_the_others_never_notice(poison):
+    settings = TrainSettings(steps=10, batch_size=4, warmup_steps=1, learning_rate=1e-2, eval_every=5, clip=1.0)
+    clean, hurt = (Trainer(config(), TASK, settings, [0, 1, 2]) for _ in range(2))
+    clean.step(), hurt.step()
+    with torch.no_grad():
+        hurt.ensemble.flat[1, 100] = poison
+    before = hurt.ensemble.flat[1].clone()
+    for _ in range(9):
+        clean.step(), hurt.step()
+    for index in (0, 2):
+        assert torch.equal(hurt.ensemble.flat[index], clean.ensemble.flat[index])
+    assert torch.equal(hurt.ensemble.flat[1].nan_to_num(7.0), before.nan_to_num(7.0))
+    rows = hurt.train()
+    assert [row["status"] for row in rows] == ["ok", "diverged", "ok"]
+    assert rows[1]["error"] == "non-finite loss or gradient at step 1"
+    assert rows[1]["steps_done"] == 1
+    assert "test_accuracy" not in rows[1]
+    assert math.isfinite(rows[0]["test_accuracy"])
+
+
+def test_training_ends_early_when_every_member_has_diverged():
+    trainer = Trainer(config(), TASK, SETTINGS, [0, 1])
+    with torch.no_grad():
+        trainer.ensemble.flat.fill_(math.nan)
+    rows = trainer.train()
+    assert trainer.steps_done == SETTINGS.eval_every
+    assert [row["status"] for row in rows] == ["diverged"] * 2
+
+
+def test_weight_decay_leaves_marked_parameters_alone():
+    ensemble = Ensemble(config(), [0], dtype=torch.float64)
+    before = {name: value.detach().clone() for name, value in ensemble.parameters().items()}
+    optimiser = FlatAdamW(ensemble, [0.1], weight_decay=0.5)
+    optimiser.step(torch.zeros_like(ensemble.flat), torch.zeros(1, dtype=torch.float64), torch.tensor([0]))
+    marked = {
+        name for name, p in PrismModel(config(), seed=0).named_parameters() if getattr(p, "_no_weight_decay", False)
+    }
+    assert any("A_log" in name for name in marked)
+    for name, value in ensemble.parameters().items():
+        torch.testing.assert_close(value.detach(), before[name] * (1.0 if name in marked else 0.95))
+
+
+def test_losses_and_hits_count_scored_positions_only():
+    logits = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    targets = torch.full((2, 3, 4), -100)
+    targets[0, 0, 1], targets[0, 2, 3], targets[1, 1, 1] = 2, 0, 4
+    losses = member_losses(logits, targets)
+    for member in range(2):
+        expected = torch.nn.functional.cross_entropy(logits[member].flatten(0, 1), targets[member].flatten())
+        torch.testing.assert_close(losses[member], expected)
+    logits[0, 0, 1, 2], logits[0, 2, 3, 1] = 99, 99
+    hits, scored = member_hits(logits, targets)
+    assert scored.tolist() == [2, 1]
+    assert hits.tolist()[0] == 1
+
+
+def test_schedule_warms_up_and_decays():
+    settings = TrainSettings(steps=100, warmup_steps=9, learning_rate=1.0, final_fraction=0.1)
+    rates = learning_rates(settings)
+    assert len(rates) == 100
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == 1.0
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+    assert learning_rates(TrainSettings(steps=3, warmup_steps=50))[-1] == TrainSettings().learning_rate
+
+
+def test_data_streams_are_the_members_own_and_training_never_sees_held_out_rows():
+    trainer = Trainer(config(), TASK, TrainSettings(steps=40, batch_size=4), [0, 1])
+    trainer.step()
+    rows = trainer.inputs.transpose(0, 1).flatten(1, 2)
+    expected = TASK.batch(BLOCK * 4, seed=1, step=0, split="train").inputs
+    assert torch.equal(rows[1], expected)
+    assert not torch.equal(rows[0], rows[1])
+    trainer.evaluate("test", 8)
+    assert (TASK.split_of(trainer._held_out["test", 8][0].flatten(0, 1)) == 2).all()
+    for _ in range(32):
+        trainer.step()
+    assert torch.equal(trainer.inputs[3, 0], TASK.batch(4, seed=0, step=1, start=12).inputs)
+
+
+def test_a_short_training_learns():
+    settings = TrainSettings(steps=150, batch_size=16, learning_rate=2e-2, warmup_steps=10, eval_every=75)
+    rows = Trainer(config(short_conv=4, mlp_ratio=0, n_refine=0), TASK, settings, [0, 1]).train()
+    assert max(row["test_accuracy"] for row in rows) > 0.8
+    assert rows[0]["curve_step"] == [75, 150]
+    assert rows[0]["curve_train_loss"][1] < rows[0]["curve_train_loss"][0]
+
+
+def test_cuda_graph_is_refused_on_a_cpu():
+    with pytest.raises(ValueError, match="cuda_graph: expected False on device cpu"):
+        Trainer(config(), TASK, SETTINGS, [0], cuda_graph=True)
+    trainer = Trainer(config(), TASK, TrainSettings(steps=1, batch_size=2), [0])
+    trainer.step()
+    with pytest.raises(ValueError, match="at most 1 steps"):
+        trainer.step()
+
+
+gpu = pytest.mark.gpu
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@gpu
+@cuda
+@pytest.mark.parametrize("changes", [{}, {"n_refine": 0}], ids=["prism", "gdn"])
+def test_captured_step_equals_eager_steps_on_the_cpu(changes):
+    settings = TrainSettings(steps=40, batch_size=8, learning_rate=5e-3, warmup_steps=5, eval_every=20)
+    seeds = [0, 1, 2]
+    on_cpu = Trainer(config(**changes), TASK, settings, seeds).train()
+    captured = Trainer(config(**changes), TASK, settings, seeds, device="cuda")
+    rows = captured.train()
+    assert captured._graph is not None
+    assert {row["scan_backend"] for row in rows} == {"triton"}
+    for a, b in zip(rows, on_cpu, strict=True):
+        assert a["curve_train_loss"] == pytest.approx(b["curve_train_loss"], rel=2e-3)
+
+
+@gpu
+@cuda
+def test_captured_step_equals_the_eager_step_on_the_same_device():
+    settings = TrainSettings(steps=36, batch_size=8, learning_rate=5e-3, warmup_steps=5, eval_every=20)
+    captured, eager = (
+        Trainer(config(), TASK, settings, [0, 1], device="cuda", cuda_graph=wanted) for wanted in (True, False)
+    )
+    for _ in range(36):  # across a block of batches, so that replay sees new contents
+        captured.step()
+        eager.step()
+    torch.testing.assert_close(captured.ensemble.flat, eager.ensemble.flat, rtol=1e-4, atol=1e-5)
+    assert captured.index.item() == 36
+
+
+@gpu
+@cuda
+def test_learning_curves_on_the_kernel_equal_those_of_chunked():
+    settings = TrainSettings(steps=60, batch_size=8, learning_rate=5e-3, warmup_steps=5, eval_every=20)
+    kernel, chunked = (
+        Trainer(config(scan_backend=backend), TASK, settings, [0, 1], device="cuda").train()
+        for backend in ("triton", "chunked")
+    )
+    for a, b in zip(kernel, chunked, strict=True):
+        assert a["curve_train_loss"] == pytest.approx(b["curve_train_loss"], rel=5e-3)
+
+
+@gpu
+@cuda
+def test_a_diverged_member_under_a_graph():
+    settings = TrainSettings(steps=10, batch_size=4, warmup_steps=1, eval_every=5)
+    trainer = Trainer(config(), TASK, settings, [0, 1], device="cuda")
+    trainer.step()
+    with torch.no_grad():
+        trainer.ensemble.flat[1, 100] = math.nan
+    assert [row["status"] for row in trainer.train()] == ["ok", "diverged"]
