@@ -7,7 +7,19 @@
 True
 """
 
-from tasks import mqar, parity, running_parity, xor  # noqa: F401  (each registers its family)
+from tasks import (  # noqa: F401  (each registers its family)
+    bracket_arithmetic,
+    cycle_navigation,
+    even_pairs,
+    flip_flop,
+    modular_arithmetic,
+    modular_count,
+    mqar,
+    parity,
+    running_parity,
+    word_problem,
+    xor,
+)
 from tasks.base import IGNORE, Batch, Task, family, get, names, register
 from tasks.metrics import (
     accuracy,

@@ -150,7 +150,7 @@ class MarkedBlocks(Task):
         else:
             inputs[:, -1] = QUERY
             targets[:, -1] = answer[:, 0] + 2
-        return self._digits.assign_(inputs, split, rng), targets
+        return self._assign_(inputs, split, rng), targets
 
     def solve(self, inputs: Int[Tensor, "n T"]) -> Int[Tensor, "n T"]:
         """Look at the tokens before every MARK and judge them; when final, hand that answer to the QUERY."""
@@ -161,9 +161,6 @@ class MarkedBlocks(Task):
         if self.scoring == "dense":
             return answer
         return answer.amax(1, keepdim=True).where(inputs == QUERY, IGNORE)
-
-    def split_of(self, inputs: Int[Tensor, "n T"]) -> Int[Tensor, "n"]:
-        return self._digits.split_of(inputs)
 
     def slices(self, inputs: Int[Tensor, "n T"], targets: Int[Tensor, "n T"]) -> dict[str, Tensor]:
         """block: how many blocks came before. distance: tokens from the block's last operand to the

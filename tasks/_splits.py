@@ -34,10 +34,8 @@ def digits_needed(base: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _weights(length: int, columns: tuple[int, ...], device: torch.device) -> Int[Tensor, "T"]:
-    w = Rng(key("split", length), 1, device=device).words(length)[0] | 1
-    w[list(columns)] = 0
-    return w
+def _weights(length: int, device: torch.device) -> Int[Tensor, "T"]:
+    return Rng(key("split", length), 1, device=device).words(length)[0] | 1
 
 
 @dataclass(frozen=True)
@@ -63,29 +61,51 @@ class CheckDigits:
             "test": (self.ring - held, held),
         }[split]
 
-    def _shift(self, inputs: Int[Tensor, "n T"]) -> Int[Tensor, "n"]:
-        weights = _weights(inputs.shape[1], self.columns, inputs.device)
+    def _shift(self, inputs: Int[Tensor, "n T"], columns: Int[Tensor, "n c"] | None) -> Int[Tensor, "n"]:
+        weights = _weights(inputs.shape[1], inputs.device)
+        if columns is None:
+            rest = inputs.clone()
+            for column in self.columns:
+                rest[:, column] = 0
+        else:
+            rest = inputs.scatter(1, columns, 0)
         # The integer product is exact, so both ways give the same number; only the CPU has the fast one.
-        h = (inputs * weights).sum(1) if inputs.is_cuda else torch.mv(inputs, weights)
+        h = (rest * weights).sum(1) if inputs.is_cuda else torch.mv(rest, weights)
         return scale_(mix_(h), self.ring)
 
     def assign_(
-        self, inputs: Int[Tensor, "n T"], split: str, rng: Rng, where: Tensor | None = None
+        self,
+        inputs: Int[Tensor, "n T"],
+        split: str,
+        rng: Rng,
+        where: Tensor | None = None,
+        columns: Int[Tensor, "n c"] | None = None,
     ) -> Int[Tensor, "n T"]:
-        """Set the digits so that each row (of `where`, if given) belongs to the split."""
+        """Set the digits so that each row (of `where`, if given) belongs to the split.
+
+        columns: where a row's digits stand, if that differs between rows; it must not depend on them.
+        """
         first, count = self.ranks(split)
-        d = rng.below(count)[:, 0].add_(first - self.ring).sub_(self._shift(inputs))
+        d = rng.below(count)[:, 0].add_(first - self.ring).sub_(self._shift(inputs, columns))
         d = d.remainder_(self.ring)
         for j, column in enumerate(self.columns):
-            token = d.remainder(self.base).add_(self.low) if j + 1 < len(self.columns) else d + self.low
-            inputs[:, column] = token if where is None else torch.where(where, token, inputs[:, column])
-            d = d.div(self.base, rounding_mode="floor") if j + 1 < len(self.columns) else d
+            token = d.remainder(self.base).add_(self.low)
+            d = d.div(self.base, rounding_mode="floor")
+            at = inputs[:, column] if columns is None else inputs.gather(1, columns[:, j : j + 1])[:, 0]
+            token = token if where is None else torch.where(where, token, at)
+            if columns is None:
+                inputs[:, column] = token
+            else:
+                inputs.scatter_(1, columns[:, j : j + 1], token[:, None])
         return inputs
 
-    def split_of(self, inputs: Int[Tensor, "n T"]) -> Int[Tensor, "n"]:
+    def split_of(
+        self, inputs: Int[Tensor, "n T"], columns: Int[Tensor, "n c"] | None = None
+    ) -> Int[Tensor, "n"]:
         """0, 1, 2 for a train, val, test sequence."""
+        digits = inputs[:, list(self.columns)] if columns is None else inputs.gather(1, columns)
         d = torch.zeros_like(inputs[:, 0])
-        for column in reversed(self.columns):
-            d = d * self.base + inputs[:, column] - self.low
-        rank = (d + self._shift(inputs)) % self.ring
+        for j in reversed(range(len(self.columns))):
+            d = d * self.base + digits[:, j] - self.low
+        rank = (d + self._shift(inputs, columns)) % self.ring
         return (rank >= self.ranks("val")[0]).long() + (rank >= self.ranks("test")[0]).long()

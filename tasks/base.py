@@ -3,8 +3,9 @@ inputs alone.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tasks._random import Rng, arange, key
-from tasks._splits import SPLITS
+from tasks._splits import SPLITS, CheckDigits
 
 IGNORE = -100
 MIN_SEQUENCES = 1024
@@ -60,6 +61,7 @@ class Task:
     name: ClassVar[str]
     version: ClassVar[int]
     summary: ClassVar[str]
+    labels: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     length: int
     vocab_size: int
 
@@ -73,14 +75,19 @@ class Task:
         """The targets, found from the inputs alone and by another algorithm than the generator's."""
         raise NotImplementedError
 
-    def split_of(self, inputs: Int[Tensor, "n T"]) -> Int[Tensor, "n"]:
-        """The split that each sequence belongs to, read from the sequence: 0 train, 1 val, 2 test."""
-        raise NotImplementedError
-
     @property
     def vocabulary(self) -> dict[str, range]:
         """Token ids by role; the ranges are disjoint and cover 0 .. vocab_size-1."""
         raise NotImplementedError
+
+    @property
+    def _digits(self) -> CheckDigits:
+        """The tokens that decide the split of a sequence."""
+        raise NotImplementedError
+
+    def _digit_columns(self, inputs: Int[Tensor, "n T"]) -> Int[Tensor, "n c"] | None:
+        """Where each row's digits stand, read from the row, if that is not the same for all rows."""
+        return None
 
     @property
     def chance(self) -> float:
@@ -142,6 +149,15 @@ class Task:
         ]
         inputs, targets = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
         return Batch(inputs, targets, self, split)
+
+    def split_of(self, inputs: Int[Tensor, "n T"]) -> Int[Tensor, "n"]:
+        """The split that each sequence belongs to, read from the sequence: 0 train, 1 val, 2 test."""
+        return self._digits.split_of(inputs, self._digit_columns(inputs))
+
+    def _assign_(
+        self, inputs: Int[Tensor, "n T"], split: str, rng: Rng, where: Tensor | None = None
+    ) -> Int[Tensor, "n T"]:
+        return self._digits.assign_(inputs, split, rng, where, self._digit_columns(inputs))
 
     def width(self, split: str = "train") -> int:
         """T of the split's batches."""

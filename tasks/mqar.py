@@ -106,7 +106,7 @@ class Mqar(Task):
         inputs = torch.cat((pairs, noise), 1)
         at = offset + (arange(Q, rng.device) * stretch + 2 * K)
         inputs.scatter_(1, at, keys.gather(1, asked))
-        self._digits.assign_(inputs, split, rng)
+        self._assign_(inputs, split, rng)
         targets = torch.full_like(inputs, IGNORE)
         targets.scatter_(1, at, inputs.gather(1, 2 * asked + 1))
         return inputs, targets
@@ -120,9 +120,6 @@ class Mqar(Task):
         late = inputs[:, 2 * K :] - self.noise
         answers = known.gather(1, late.where((late >= 0) & (late < self._keys), self._keys))
         return torch.cat((torch.full_like(inputs[:, : 2 * K], IGNORE), answers), 1)
-
-    def split_of(self, inputs: Int[Tensor, "n T"]) -> Int[Tensor, "n"]:
-        return self._digits.split_of(inputs)
 
     def slices(self, inputs: Int[Tensor, "n T"], targets: Int[Tensor, "n T"]) -> dict[str, Tensor]:
         """pair: which pair is asked for. distance: tokens from that value to the query."""

@@ -12,8 +12,7 @@ from tasks.base import register
 @register
 @dataclass(frozen=True)
 class RunningParity(StateTracking):
-    """A bit at every position; the answer at every position is the parity of all bits up to and including
-    it.
+    """A bit at every position; the answer is the parity of all bits up to and including it.
 
     >>> import tasks, torch
     >>> task = tasks.get("running_parity", length=16)       # PAD 0, bits 1 and 2, EVEN 3, ODD 4
@@ -26,6 +25,7 @@ class RunningParity(StateTracking):
     name = "running_parity"
     version = 1
     summary = "parity of all bits so far, asked at every position"
+    labels = {"symbol": ("0", "1"), "state": ("EVEN", "ODD")}
     symbols = 2
     states = 2
 
