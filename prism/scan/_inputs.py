@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from numbers import Real
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ def _like(
     _device(name, x, q)
 
 
-def _tensor(name: str, x: object, dim: int, symbols: str) -> None:
+def _tensor(name: str, x: Tensor, dim: int, symbols: str) -> None:
     if not isinstance(x, Tensor):
         _fail(name, f"be a tensor {symbols}", _what(x))
     if x.dim() != dim:
@@ -164,7 +164,7 @@ def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _fail(name: str, expected: str, got: object) -> None:
+def _fail(name: str, expected: str, got: object) -> NoReturn:
     if isinstance(got, torch.dtype):
         got = _plain(got)
     raise ValueError(f"prism_scan: {name} must {expected}, got {got}")

@@ -29,10 +29,10 @@ def recurrent(
         parts = []
         for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
             at = slice(start, end)
-            tokens = (q[:, at], k[:, at], v[:, at], log_decay[:, at], beta[:, at])
-            writes = (None if x is None else x[:, at] for x in (write_k, write_v))
+            wk, wv = (None if x is None else x[:, at] for x in (write_k, write_v))
             S_0 = None if initial_state is None else initial_state[n : n + 1]
-            parts.append(recurrent(*tokens, *writes, scale, S_0, None))
+            tokens = q[:, at], k[:, at], v[:, at], log_decay[:, at], beta[:, at], wk, wv
+            parts.append(recurrent(*tokens, scale, S_0, None))
         o = torch.cat([o for o, _ in parts], dim=1)
         return o, torch.cat([S for _, S in parts if S is not None]) if output_final_state else None
 
