@@ -30,7 +30,7 @@ from prism.scan.triton._chunks import (
 def solve_kernel(
     k, log_decay, beta, solve, spans, T, chunks_per_row, H, HV,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """solve [tokens, HV, C]: rows of (I + tril(Kb Kb^T . gamma, -1) diag(beta))^{-1}. One program: chunk, value head."""
     chunk = tl.program_id(0) // HV
@@ -45,10 +45,10 @@ def solve_kernel(
     keys = load_rows(k + (first * H + head // (HV // H)) * K, H * K, left, 0, K, C, BK)
     rows = tl.arange(0, C)
     below = rows[:, None] > rows[None, :]
-    a = tl.dot(keys, tl.trans(keys), input_precision="ieee") * pair_decay(
+    a = tl.dot(keys, tl.trans(keys), input_precision=DOT) * pair_decay(
         total[:, None], total[None, :], below
     )
-    inverse = invert_unit_lower(a * b[None, :], C, PRECISION)
+    inverse = invert_unit_lower(a * b[None, :], C, DOT)
     store_rows(solve + gate * C, inverse, HV * C, left, 0, C, C, C)
 
 
@@ -56,7 +56,7 @@ def solve_kernel(
 def writes_kernel(
     q, k, v, log_decay, write_k, write_v, target, write_o, write_state, spans, T, chunks_per_row, H, HV, L,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, WIDE: tl.constexpr,
+    PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """target = v minus what k reads of the chunk's writes, write_o: what q reads of them, write_state: their share
     of the chunk's last state. One program: chunk, value head, slice of V."""
@@ -84,12 +84,12 @@ def writes_kernel(
     for l in range(L):
         x = load_rows(write_k + (gate * L + l) * K, HV * L * K, left, 0, K, C, BK)
         w = load_rows(write_v + (gate * L + l) * V, HV * L * V, left, v0, V, C, BV)
-        seen = tl.dot(keys, tl.trans(x), input_precision="ieee") * tl.where(below, gamma, 0.0)
-        from_k = tl.dot(seen.to(w.dtype), w, from_k, input_precision="ieee")
-        seen = tl.dot(queries, tl.trans(x), input_precision="ieee") * gamma
-        from_q = tl.dot(seen.to(w.dtype), w, from_q, input_precision="ieee")
+        seen = tl.dot(keys, tl.trans(x), input_precision=DOT) * tl.where(below, gamma, 0.0)
+        from_k = tl.dot(seen.to(w.dtype), w, from_k, input_precision=DOT)
+        seen = tl.dot(queries, tl.trans(x), input_precision=DOT) * gamma
+        from_q = tl.dot(seen.to(w.dtype), w, from_q, input_precision=DOT)
         kept = (w.to(tl.float32) * rest[:, None]).to(w.dtype)
-        added = tl.dot(tl.trans(x), kept, added, input_precision="ieee")
+        added = tl.dot(tl.trans(x), kept, added, input_precision=DOT)
     values = load_rows(v + gate * V, HV * V, left, v0, V, C, BV)
     store_rows(target + gate * V, values.to(tl.float32) - from_k, HV * V, left, v0, V, C, BV)
     store_rows(write_o + gate * V, from_q, HV * V, left, v0, V, C, BV)
@@ -103,7 +103,8 @@ def scan_kernel(
     q, k, target, log_decay, beta, solve, write_o, write_state, initial, o, final, error, states,
     offsets, chunk_start, scale, T, chunks_per_row, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, WIDE: tl.constexpr, INITIAL: tl.constexpr, WRITES: tl.constexpr, SAVE: tl.constexpr,
+    PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr, INITIAL: tl.constexpr, WRITES: tl.constexpr,
+    SAVE: tl.constexpr,
 ):  # fmt: skip
     """o, the final state and, for the backward pass (SAVE), e [tokens, HV, V] and the state at the start of each chunk.
     One program: sequence, value head, slice of V."""
@@ -134,22 +135,24 @@ def scan_kernel(
         last = last_of(total, C)
         rest = tl.exp((last - total).to(tl.float32))
 
+        # First, while few other tiles are live.
+        seen = tl.dot(queries, tl.trans(keys), input_precision=DOT)
+        seen *= pair_decay(total[:, None], total[None, :], rows[:, None] >= rows[None, :])
+        seen = seen.to(keys.dtype)
         rounded = state.to(keys.dtype)
         if SAVE:
             tl.store(states + cell + at, rounded, mask=exists)
-        right = values.to(tl.float32) - grown[:, None] * tl.dot(keys, rounded, input_precision="ieee")
-        e = tl.dot(inverse, right.to(keys.dtype), input_precision="ieee")
+        right = values.to(tl.float32) - grown[:, None] * tl.dot(keys, rounded, input_precision=DOT)
+        e = tl.dot(inverse, right.to(keys.dtype), input_precision=DOT)
         if SAVE:
             store_rows(error + gate * V, e, HV * V, left, v0, V, C, BV)
         e *= b[:, None]
-        out = tl.dot(queries, rounded, input_precision="ieee") * grown[:, None]
-        seen = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        seen *= pair_decay(total[:, None], total[None, :], rows[:, None] >= rows[None, :])
-        out = tl.dot(seen.to(keys.dtype), e.to(keys.dtype), out, input_precision="ieee")
+        out = tl.dot(queries, rounded, input_precision=DOT) * grown[:, None]
+        out = tl.dot(seen, e.to(keys.dtype), out, input_precision=DOT)
         state *= tl.exp(last.to(tl.float32))
         if WRITES:
             out += load_rows(write_o + gate * V, HV * V, left, v0, V, C, BV).to(tl.float32)
             state += tl.load(write_state + cell + at, mask=exists, other=0.0).to(tl.float32)
         store_rows(o + gate * V, out * scale, HV * V, left, v0, V, C, BV)
-        state = tl.dot(tl.trans(keys), (e * rest[:, None]).to(keys.dtype), state, input_precision="ieee")
+        state = tl.dot(tl.trans(keys), (e * rest[:, None]).to(keys.dtype), state, input_precision=DOT)
     tl.store(final + own + at, state, mask=exists)

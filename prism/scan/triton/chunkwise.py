@@ -98,6 +98,7 @@ def forward(
     HV, V = v.shape[2:]
     tuned = tuned or tuning(q.dtype, K, V)
     C, BK, wide = tuned.chunk, _padded(K), q.dtype == torch.float32
+    dot = "ieee" if wide else "tf32x3"
     where = layout(B, T, C, cu_seqlens)
     packed = where.spans is not None
     tokens = (where.spans, T, where.chunks_per_row, H, HV)
@@ -107,7 +108,7 @@ def forward(
 
     at = tuned.solve
     solve_kernel[(where.chunks * HV,)](
-        k, log_decay, beta, solve, *tokens, K, C, BK, packed, wide, "ieee" if wide else "tf32x3",
+        k, log_decay, beta, solve, *tokens, K, C, BK, packed, wide, dot,
         num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
 
@@ -118,14 +119,14 @@ def forward(
         write_state = q.new_empty(where.chunks, HV, K, V)
         writes_kernel[(where.chunks * HV * triton.cdiv(V, at.v_block),)](
             q, k, v, log_decay, write_k, write_v, target, write_o, write_state, *tokens, write_k.shape[3],
-            K, V, C, BK, at.v_block, packed, wide, num_warps=at.warps, num_stages=at.stages,
+            K, V, C, BK, at.v_block, packed, wide, dot, num_warps=at.warps, num_stages=at.stages,
         )  # fmt: skip
 
     at = tuned.scan
     scan_kernel[(where.sequences * HV * triton.cdiv(V, at.v_block),)](
         q, k, target, log_decay, beta, solve, write_o, write_state, initial_state, o, final, error, states,
         where.offsets, where.chunk_start, scale, T, where.chunks_per_row, H, HV,
-        K, V, C, BK, at.v_block, packed, wide, initial_state is not None, write_o is not None, bool(saved),
+        K, V, C, BK, at.v_block, packed, wide, dot, initial_state is not None, write_o is not None, bool(saved),
         num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
     return o, final
@@ -141,6 +142,7 @@ def backward(
     HV, V = v.shape[2:]
     tuned = tuned or tuning(q.dtype, K, V)
     C, BK, wide = tuned.chunk, _padded(K), q.dtype == torch.float32
+    dot = "ieee" if wide else "tf32x3"
     where = layout(B, T, C, cu_seqlens)
     packed, writes = where.spans is not None, write_k is not None
     L = write_k.shape[3] if write_k is not None else 0
@@ -156,7 +158,7 @@ def backward(
     reverse_kernel[(where.sequences * HV * slices,)](
         q, k, log_decay, beta, solve, error, do, dstate, dv, d_beta_parts, d_states, d_initial,
         where.offsets, where.chunk_start, scale, T, where.chunks_per_row, H, HV,
-        K, V, C, BK, at.v_block, packed, wide, dstate is not None, num_warps=at.warps, num_stages=at.stages,
+        K, V, C, BK, at.v_block, packed, wide, dot, dstate is not None, num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
 
     d_write_k = d_write_v = d_kept = None
@@ -166,7 +168,7 @@ def backward(
         d_kept = q.new_empty(B, T, HV, L, dtype=torch.float32)
         writes_grad_kernel[(where.chunks * HV * L,)](
             q, k, log_decay, write_k, write_v, do, dv, d_states, d_write_k, d_write_v, d_kept, where.spans,
-            scale, T, where.chunks_per_row, H, HV, L, K, V, C, BK, at.v_block, packed, wide,
+            scale, T, where.chunks_per_row, H, HV, L, K, V, C, BK, at.v_block, packed, wide, dot,
             num_warps=at.warps, num_stages=at.stages,
         )  # fmt: skip
 
@@ -178,7 +180,7 @@ def backward(
     inputs_grad_kernel[(where.chunks * HV,)](
         q, k, log_decay, beta, error, states, write_k, write_v, do, dv, d_states, d_kept, d_beta_parts,
         dq, dk, d_log_decay, d_beta, where.spans, scale, T, where.chunks_per_row, H, HV, L, slices,
-        K, V, C, BK, at.v_block, packed, wide, writes, num_warps=at.warps, num_stages=at.stages,
+        K, V, C, BK, at.v_block, packed, wide, dot, writes, num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
     if HV != H:
         dq = dq.unflatten(2, (H, HV // H)).sum(3).to(q.dtype)

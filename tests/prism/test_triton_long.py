@@ -1,0 +1,305 @@
+"""The chunk-parallel kernels against the recurrence in float64: in Triton's interpreter, and on a GPU.
+
+Inputs are rounded to the dtype under test before the reference sees them. Uninitialised memory is filled with NaN, so
+that an element that no kernel wrote shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from prism.scan.recurrent import recurrent
+
+pytest.importorskip("triton")
+from prism.scan.triton import chunkwise
+from prism.scan.triton.chunkwise import Launch, Tuning
+
+# Triton 3.6's interpreter turns arrays into loop bounds in a way that numpy warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+needs_interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before triton is imported"
+)
+
+NAMES = ("q", "k", "v", "log_decay", "beta", "write_k", "write_v", "initial_state")
+# Largest |x - reference| / |reference| of an output and of a gradient.
+BOUNDS = {torch.float32: (1e-5, 1e-4), torch.float16: (2e-3, 4e-3), torch.bfloat16: (1.5e-2, 2e-2)}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make(
+    B: int, T: int, H: int, HV: int, K: int, V: int, L: int, *, N: int | None = None, decay: float = 1.0, seed: int = 0
+) -> dict[str, Tensor | None]:
+    """Float64 on the CPU: unit keys, log_decay uniform in (-decay, 0), beta uniform in (0, 2)."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=g)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, dtype=torch.float64, generator=g)
+
+    return {
+        "q": normal(B, T, H, K),
+        "k": torch.nn.functional.normalize(normal(B, T, H, K), dim=-1),
+        "v": normal(B, T, HV, V),
+        "log_decay": -decay * uniform(B, T, HV),
+        "beta": 2 * uniform(B, T, HV),
+        "write_k": torch.nn.functional.normalize(normal(B, T, HV, L, K), dim=-1) if L else None,
+        "write_v": normal(B, T, HV, L, V) if L else None,
+        "initial_state": normal(B if N is None else N, HV, K, V),
+    }
+
+
+def errors(
+    inputs: dict[str, Tensor | None],
+    dtype: torch.dtype,
+    device: str,
+    offsets: list[int] | None = None,
+    tuned: Tuning | None = None,
+) -> dict[str, float]:
+    """Relative error of both outputs and of every gradient."""
+    wide = ("log_decay", "beta", "initial_state")
+    given = {n: None if x is None else x.to(torch.float32 if n in wide else dtype) for n, x in inputs.items()}
+    exact = {n: None if x is None else x.double().requires_grad_() for n, x in given.items()}
+    scale = given["q"].shape[-1] ** -0.5
+    cu = None if offsets is None else torch.tensor(offsets)
+    g = torch.Generator().manual_seed(99)
+    do = torch.randn(given["v"].shape, generator=g).to(dtype)
+    dstate = torch.randn(given["initial_state"].shape, generator=g)
+
+    *tensors, initial = exact.values()
+    o, state = recurrent(*tensors, scale, initial, cu)
+    wrt = {n: x for n, x in exact.items() if x is not None}
+    grads = torch.autograd.grad((o * do).sum() + (state * dstate).sum(), list(wrt.values()))
+    reference = {"o": o, "state": state, **dict(zip(wrt, grads, strict=True))}
+
+    *tensors, initial = (None if x is None else x.to(device) for x in given.values())
+    cu = None if cu is None else cu.to(device)
+    saved = chunkwise.allocate(tensors[0], tensors[2], tensors[5], cu, tuned=tuned)
+    o, state = chunkwise.forward(*tensors, scale, initial, cu, saved, tuned=tuned)
+    bare, _ = chunkwise.forward(*tensors, scale, initial, cu, [], tuned=tuned)
+    assert torch.equal(o, bare)
+    grads = chunkwise.backward(
+        do.to(device), dstate.to(device), *tensors, scale, initial, cu, saved, tuned=tuned
+    )
+    found = {"o": o, "state": state, **dict(zip(NAMES, grads, strict=True))}
+    assert all(found[n].dtype == given[n].dtype for n in wrt)
+    return {
+        n: float((found[n].cpu().double() - r.detach()).norm() / r.detach().norm().clamp_min(1e-30))
+        for n, r in reference.items()
+    }
+
+
+def check(found: dict[str, float], dtype: torch.dtype) -> None:
+    output, gradient = BOUNDS[dtype]
+    wrong = {n: e for n, e in found.items() if not e <= (output if n in ("o", "state") else gradient)}
+    assert not wrong, f"{wrong} beside {found}"
+
+
+def tuned(dtype: torch.dtype, K: int, V: int, chunk: int, warps: int | None = None) -> Tuning:
+    """The launch settings of these widths with another chunk length or number of warps."""
+    _, *kernels = chunkwise.tuning(dtype, K, V)
+    return Tuning(chunk, *(Launch(warps or at.warps, at.stages, at.v_block) for at in kernels))
+
+
+def repeated_keys(T: int, beta: float, L: int = 1) -> dict[str, Tensor | None]:
+    """Keys that differ by 1e-3 of their length: the triangular system has all entries near beta."""
+    x = make(1, T, 1, 1, 16, 16, L, decay=0.01)
+    x["k"] = torch.nn.functional.normalize(x["k"][:, :1] + 1e-3 * x["k"], dim=-1)
+    x["beta"] = torch.full_like(x["beta"], beta)
+    return x
+
+
+def alternating(T: int, L: int = 1) -> dict[str, Tensor | None]:
+    x = make(1, T, 1, 1, 16, 16, L)
+    x["log_decay"] = torch.where(torch.arange(T) % 2 == 0, -20.0, 0.0)[None, :, None].double()
+    return x
+
+
+@pytest.mark.interpreter
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("B", "T", "H", "HV", "K", "V", "L", "C"),
+    [
+        (1, 1, 1, 1, 16, 16, 0, 64),
+        (2, 33, 1, 2, 5, 3, 1, 16),
+        (1, 70, 1, 1, 24, 40, 2, 32),
+        (1, 130, 2, 4, 20, 16, 0, 64),
+        (1, 65, 1, 1, 64, 32, 3, 64),
+        (1, 40, 1, 1, 128, 128, 1, 32),
+        (1, 17, 1, 1, 16, 16, 8, 16),
+    ],
+)
+def test_interpreted_shapes(B, T, H, HV, K, V, L, C):
+    found = errors(make(B, T, H, HV, K, V, L), torch.float32, "cpu", tuned=tuned(torch.float32, K, V, C))
+    check(found, torch.float32)
+
+
+@pytest.mark.interpreter
+@needs_interpreter
+@pytest.mark.parametrize("C", [16, 64])
+def test_interpreted_packed_sequences(C):
+    offsets = [0, 0, 5, 69, 69, 70]
+    inputs = make(1, 70, 1, 2, 16, 16, 2, N=len(offsets) - 1)
+    check(errors(inputs, torch.float32, "cpu", offsets, tuned(torch.float32, 16, 16, C)), torch.float32)
+
+
+@pytest.mark.interpreter
+@needs_interpreter
+@pytest.mark.parametrize("inputs", [repeated_keys(64, 0.9), repeated_keys(64, 1.9), alternating(66)])
+def test_interpreted_hard_numbers(inputs):
+    check(errors(inputs, torch.float32, "cpu", tuned=tuned(torch.float32, 16, 16, 64)), torch.float32)
+
+
+@pytest.mark.interpreter
+@needs_interpreter
+@pytest.mark.parametrize("decay", [20.0, 70.0])
+def test_interpreted_strong_decay(decay):
+    inputs = make(1, 50, 1, 1, 16, 16, 1)
+    inputs["log_decay"] = torch.full_like(inputs["log_decay"], -decay)
+    found = errors(inputs, torch.float32, "cpu")
+    # exp(-70) is gone beside 1: what is left of this gradient has no digits in float32, but must be a number.
+    assert found.pop("log_decay") < (1e-4 if decay < 70 else float("inf"))
+    check({n: e for n, e in found.items() if n != "initial_state" or decay < 70}, torch.float32)
+
+
+@pytest.mark.interpreter
+@needs_interpreter
+@pytest.mark.parametrize("offsets", [[-7, 40, 3, 10**12], [9, 2, 2, 2], [0, 50, 50, 20]])
+def test_interpreted_offsets_never_lead_outside(offsets):
+    inputs = {n: None if x is None else x.float() for n, x in make(1, 50, 1, 1, 16, 16, 1, N=3).items()}
+    *tensors, initial = inputs.values()
+    cu = torch.tensor(offsets)
+    saved = chunkwise.allocate(tensors[0], tensors[2], tensors[5], cu)
+    table = chunkwise.layout(1, 50, chunkwise.tuning(torch.float32, 16, 16).chunk, cu)
+    assert table.chunks == len(saved[2]) >= table.chunk_start[-1]
+    assert table.spans.min() >= 0
+    assert table.spans.max() <= 50
+    o, state = chunkwise.forward(*tensors, 1.0, initial, cu, saved)
+    chunkwise.backward(o, state, *tensors, 1.0, initial, cu, saved)
+
+
+@pytest.mark.interpreter
+@needs_interpreter
+def test_interpreted_gradient_of_one_output_only():
+    inputs = {n: None if x is None else x.float() for n, x in make(1, 20, 1, 1, 16, 16, 1).items()}
+    *tensors, initial = inputs.values()
+    saved = chunkwise.allocate(tensors[0], tensors[2], tensors[5], None)
+    o, state = chunkwise.forward(*tensors, 1.0, initial, None, saved)
+    both = chunkwise.backward(o, state, *tensors, 1.0, initial, None, saved)
+    first = chunkwise.backward(o, None, *tensors, 1.0, initial, None, saved)
+    second = chunkwise.backward(None, state, *tensors, 1.0, initial, None, saved)
+    for a, b, c in zip(both, first, second, strict=True):
+        torch.testing.assert_close(a, b + c, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("K", "V"), list(itertools.product((16, 32, 64, 128), repeat=2)))
+def test_every_width_and_warps(K, V, dtype, warps):
+    """Triton 3.4 to 3.7.0 miscompiles some products on Hopper at some widths and numbers of warps only."""
+    at = tuned(dtype, K, V, chunkwise.tuning(dtype, K, V).chunk, warps)
+    check(errors(make(1, 130, 1, 2, K, V, 2), dtype, "cuda", tuned=at), dtype)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("L", range(9))
+def test_writes(L, dtype):
+    check(errors(make(2, 70, 2, 2, 64, 64, L), dtype, "cuda"), dtype)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+def test_chunk_lengths(chunk, dtype):
+    check(errors(make(1, 130, 1, 1, 32, 64, 1), dtype, "cuda", tuned=tuned(dtype, 32, 64, chunk)), dtype)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_length(dtype):
+    for T in range(1, 131):
+        inputs = make(1, T, 1, 1, 20, 48, 1, seed=T)
+        check(errors(inputs, dtype, "cuda"), dtype)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("offsets", [[0, 0, 5, 200, 200, 201, 330], [0, 64, 128, 192], [0, 1, 2, 3]])
+def test_packed_sequences(offsets, dtype):
+    inputs = make(1, offsets[-1], 2, 4, 64, 32, 2, N=len(offsets) - 1)
+    check(errors(inputs, dtype, "cuda", offsets), dtype)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("beta", [0.9, 1.0, 1.9, 2.0])
+def test_repeated_keys(beta):
+    check(errors(repeated_keys(200, beta), torch.float32, "cuda"), torch.float32)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_alternating_decay():
+    check(errors(alternating(200), torch.float32, "cuda"), torch.float32)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("L", [0, 2])
+def test_ten_backward_passes_agree_bit_for_bit(L):
+    inputs = {n: None if x is None else x.bfloat16().cuda() for n, x in make(2, 1000, 4, 8, 128, 128, L).items()}
+    *tensors, initial = inputs.values()
+    initial = initial.float()
+    saved = chunkwise.allocate(tensors[0], tensors[2], tensors[5], None)
+    o, state = chunkwise.forward(*tensors, 1.0, initial, None, saved)
+    first, *others = (chunkwise.backward(o, state, *tensors, 1.0, initial, None, saved) for _ in range(10))
+    for other in others:
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_more_elements_than_int32_counts():
+    """The last sequence of a batch whose write_k has 2.4e9 elements equals the same sequence alone."""
+    T, last, H, L, K = 150_000, 500, 16, 8, 128
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=g)
+
+    q, k, v = (normal(1, T, H, K) for _ in range(3))
+    k /= k.norm(dim=-1, keepdim=True)
+    log_decay, beta = normal(1, T, H).sigmoid().neg(), normal(1, T, H).sigmoid()
+    write_k, write_v = (normal(1, T, H, L, K) / 10 for _ in range(2))
+    assert write_k.numel() > 2**31
+    tensors = (q, k, v, log_decay, beta, write_k, write_v)
+    results = []
+    for start, bounds in ((0, [0, T - last, T]), (T - last, [0, last])):
+        part = [x[:, start:].contiguous() for x in tensors]
+        cu = torch.tensor(bounds, device="cuda")
+        saved = chunkwise.allocate(part[0], part[2], part[5], cu)
+        o, state = chunkwise.forward(*part, 1.0, None, cu, saved)
+        grads = chunkwise.backward(o, state, *part, 1.0, None, cu, saved)
+        results.append([x[:, -last:].clone() for x in (o, *grads[:7])] + [state[-1:].clone()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
