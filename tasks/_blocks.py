@@ -9,6 +9,7 @@ labels and operands are untouched by it.
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 import torch
@@ -39,7 +40,8 @@ class MarkedBlocks(Task):
     scoring: str = "dense"
     blocks: int | None = None
 
-    answers: ClassVar[int] = 2
+    # False where answers are operands (numbers, values) instead of tokens of their own.
+    own_answers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_int("length", self.length, 2)
@@ -84,8 +86,21 @@ class MarkedBlocks(Task):
     # --- what they share ---
 
     @property
+    def answers(self) -> int:
+        """How many answers there are."""
+        return 2
+
+    @property
     def operand_low(self) -> int:
-        return 2 + self.answers
+        return 2 + self.answers if self.own_answers else 2
+
+    @property
+    def answer_low(self) -> int:
+        return 2
+
+    @property
+    def labels(self) -> dict[str, tuple[str, ...]]:
+        return {"control": ("MARK", "QUERY"), "answer": ("NO", "YES")}
 
     @property
     def _noise(self) -> range:
@@ -93,12 +108,11 @@ class MarkedBlocks(Task):
 
     @property
     def vocabulary(self) -> dict[str, range]:
-        return {
-            "control": range(2),
-            "answer": range(2, 2 + self.answers),
-            "operand": range(self.operand_low, self.operand_low + self.operand_ids),
-            "noise": self._noise,
-        }
+        out = {"control": range(2)}
+        if self.own_answers:
+            out["answer"] = range(2, 2 + self.answers)
+        out["operand"] = range(self.operand_low, self.operand_low + self.operand_ids)
+        return {**out, "noise": self._noise}
 
     @property
     def _first(self) -> int:
@@ -127,10 +141,15 @@ class MarkedBlocks(Task):
         return 1 / self.answers
 
     @property
+    def _block_forms(self) -> int:
+        """How many different blocks there are (or a lower bound)."""
+        return prod(self._draw_bounds())
+
+    @property
     def sequences(self) -> int:
         """A lower bound: the noise and the operands, wherever the blocks are."""
         noise = self.length - self._blocks * (self.block_width + 1) - (self.scoring == "final")
-        return len(self._noise) ** noise * self.operand_ids ** (self._blocks * self.block_width)
+        return int(len(self._noise) ** noise * self._block_forms**self._blocks)
 
     def _rows(self, rng: Rng, split: str) -> tuple[Tensor, Tensor]:
         B, w, noise = self._blocks, self.block_width, self._noise
@@ -146,10 +165,10 @@ class MarkedBlocks(Task):
         inputs.scatter_(1, (at[:, :, None] + arange(w + 1, rng.device)).flatten(1), block.flatten(1))
         targets = torch.full_like(inputs, IGNORE)
         if self.scoring == "dense":
-            targets.scatter_(1, at + w, answer + 2)
+            targets.scatter_(1, at + w, answer + self.answer_low)
         else:
             inputs[:, -1] = QUERY
-            targets[:, -1] = answer[:, 0] + 2
+            targets[:, -1] = answer[:, 0] + self.answer_low
         return self._assign_(inputs, split, rng), targets
 
     def solve(self, inputs: Int[Tensor, "n T"]) -> Int[Tensor, "n T"]:
@@ -157,7 +176,7 @@ class MarkedBlocks(Task):
         w = self.block_width
         marks: Bool[Tensor, "n T"] = inputs == MARK
         before = torch.stack([inputs.roll(w - j, 1) for j in range(w)], 2) - self.operand_low
-        answer = (self.judge(before) + 2).where(marks, IGNORE)
+        answer = (self.judge(before) + self.answer_low).where(marks, IGNORE)
         if self.scoring == "dense":
             return answer
         return answer.amax(1, keepdim=True).where(inputs == QUERY, IGNORE)

@@ -5,7 +5,6 @@ inputs alone.
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -14,6 +13,8 @@ from torch import Tensor
 
 from tasks._random import Rng, arange, key
 from tasks._splits import SPLITS, CheckDigits
+
+Labels = Mapping[str, tuple[str, ...]]
 
 IGNORE = -100
 MIN_SEQUENCES = 1024
@@ -61,7 +62,6 @@ class Task:
     name: ClassVar[str]
     version: ClassVar[int]
     summary: ClassVar[str]
-    labels: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     length: int
     vocab_size: int
 
@@ -79,6 +79,11 @@ class Task:
     def vocabulary(self) -> dict[str, range]:
         """Token ids by role; the ranges are disjoint and cover 0 .. vocab_size-1."""
         raise NotImplementedError
+
+    @property
+    def labels(self) -> Labels:
+        """What to call the tokens of a role, in order; others are named after their role."""
+        return {}
 
     @property
     def _digits(self) -> CheckDigits:

@@ -1,12 +1,13 @@
 """Is the number of unequal neighbours even?"""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Int
 from torch import Tensor
 
 from tasks._tracking import StateTracking
-from tasks.base import register
+from tasks.base import Labels, register
 
 
 @register
@@ -27,7 +28,7 @@ class EvenPairs(StateTracking):
     name = "even_pairs"
     version = 1
     summary = "is the number of neighbouring unequal letters even?"
-    labels = {"symbol": ("a", "b"), "state": ("EVEN", "ODD")}
+    labels: ClassVar[Labels] = {"symbol": ("a", "b"), "state": ("EVEN", "ODD")}
     symbols = 2
     states = 2
 

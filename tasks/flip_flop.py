@@ -1,6 +1,7 @@
 """A one-cell memory among distractors."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Int
@@ -9,7 +10,7 @@ from torch import Tensor
 from tasks._lengths import Words
 from tasks._random import Rng, arange
 from tasks._splits import CheckDigits, digits_needed
-from tasks.base import IGNORE, register, require_int
+from tasks.base import IGNORE, Labels, register, require_int
 
 WRITE, SKIP, READ, BLANK = 1, 2, 3, 4
 
@@ -42,7 +43,7 @@ class FlipFlop(Words):
     name = "flip_flop"
     version = 1
     summary = "last value written to a one-cell memory, among values to be skipped"
-    labels = {"control": ("PAD", "WRITE", "SKIP", "READ", "BLANK")}
+    labels: ClassVar[Labels] = {"control": ("PAD", "WRITE", "SKIP", "READ", "BLANK")}
     unit = 2
 
     def __post_init__(self) -> None:

@@ -1,12 +1,13 @@
 """Parity of all bits so far."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Int
 from torch import Tensor
 
 from tasks._tracking import StateTracking
-from tasks.base import register
+from tasks.base import Labels, register
 
 
 @register
@@ -25,7 +26,7 @@ class RunningParity(StateTracking):
     name = "running_parity"
     version = 1
     summary = "parity of all bits so far, asked at every position"
-    labels = {"symbol": ("0", "1"), "state": ("EVEN", "ODD")}
+    labels: ClassVar[Labels] = {"symbol": ("0", "1"), "state": ("EVEN", "ODD")}
     symbols = 2
     states = 2
 
