@@ -100,8 +100,10 @@ def fit_growth(error: xr.DataArray, *, draws: int = 200, seed: int = 0) -> xr.Da
     intervals are the 2.5th and 97.5th percentiles over bootstrap draws of trials. Curves are divided by their
     own mean first, so that a, b and rmse are in units of the mean error and comparable.
 
-    Returns fit_intercept, fit_slope, fit_rmse (dims ..., form), fit_slope_interval (..., form, edge) and
-    fit_bic: the form with the lowest is the best description; a difference below 2 decides nothing.
+    Returns fit_intercept, fit_slope, fit_rmse (dims ..., form), fit_slope_interval (..., form, edge), fit_bic
+    (lower is better) and fit_best (...): the growing form with the lowest BIC where that is more than 6 below
+    the constant's (strong evidence, Kass & Raftery 1995) and its slope's interval lies above 0, else
+    "constant".
     """
     t = error.token.values.astype(float)
     if len(t) < 4:
@@ -129,8 +131,13 @@ def fit_growth(error: xr.DataArray, *, draws: int = 200, seed: int = 0) -> xr.Da
         columns["bic"].append(len(t) * np.log(np.maximum(square, 1e-30)) + design.shape[1] * np.log(len(t)))
     stack = {name: np.stack(rows, -1) for name, rows in columns.items()}
     dims = (*others, "form")
+    winner = stack["bic"].argmin(-1)[..., None]
+    better = np.take_along_axis(stack["bic"], winner, -1) < stack["bic"][..., :1] - 6
+    grows = np.take_along_axis(stack["low"], winner, -1) > 0
+    best = np.array(list(FORMS))[np.where(better & grows, winner, 0)[..., 0]]
     return xr.Dataset(
-        {f"fit_{name}": (dims, stack[name]) for name in ("intercept", "slope", "rmse", "bic")}
+        {"fit_best": (others, best)}
+        | {f"fit_{name}": (dims, stack[name]) for name in ("intercept", "slope", "rmse", "bic")}
         | {"fit_slope_interval": ((*dims, "edge"), np.stack([stack["low"], stack["high"]], -1))},
         coords={"form": list(FORMS), "edge": ["low", "high"]} | {d: error[d].values for d in others},
     )
@@ -145,8 +152,9 @@ def plot_perturbation_growth(ds: xr.Dataset, ax: Axes | None = None, *, layer: i
     t = ds.token.values.astype(float)
     for i, target in enumerate(ds.target.values):
         one = ds.sel(target=target)
-        best = str(one.form.values[int(one.fit_bic.argmin("form"))])
-        _figures.line_with_band(ax, t, one.error.mean("head"), "token", i, f"noise in {target}: {best}")
+        _figures.line_with_band(
+            ax, t, one.error.mean("head"), "token", i, f"noise in {target}: {one.fit_best.item()}"
+        )
     shape = ds.error.median(("trial", "head"))
     middle = float(np.exp(np.log(np.maximum(shape.values, 1e-30)).mean()))
     for power, style, name in (

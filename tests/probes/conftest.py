@@ -8,7 +8,14 @@ from prism import PrismConfig, PrismModel
 ARMS = {
     "gdn": {"preset": "gdn"},
     "prism": {"preset": "prism"},
-    "grouped": {"preset": "prism", "n_heads": 2, "n_value_heads": 4, "head_dim": 4, "expand_v": 1.5, "n_refine": 3},
+    "grouped": {
+        "preset": "prism",
+        "n_heads": 2,
+        "n_value_heads": 4,
+        "head_dim": 4,
+        "expand_v": 1.5,
+        "n_refine": 3,
+    },
     "paper": {"preset": "paper"},
     "closed form": {"preset": "closed_form", "refine_rank": 4},
     "no erase": {"preset": "prism", "erase": "none"},
@@ -31,7 +38,9 @@ def tokens(B=3, T=13, seed=0, vocabulary=12):
 
 
 class Dense:
-    """S_t, Sbar_t, A_t, B_t of one layer as matrices [B, T, HV, V, K] (on paper's side: value by key), by a loop."""
+    """S_t, Sbar_t, A_t, B_t of one layer as matrices [B, T, HV, V, K] (on paper's side: value by key), by a
+    loop.
+    """
 
     def __init__(self, model, inputs, layer):
         _, cache = model.run_with_cache(inputs, names=[f"blocks.{layer}.mixer.*"])

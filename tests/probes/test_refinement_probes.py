@@ -55,7 +55,9 @@ def test_measures_of_the_refinement_refuse_a_model_without_one(helpers):
     model, inputs = helpers.make("gdn"), helpers.tokens()
     for name, tensor in (("residual_decay", "residual"), ("step_cosines", "delta"), ("anchor_fidelity", "anchor"),
                          ("gain_fidelity", "gain"), ("solver_fidelity", "write_k")):  # fmt: skip
-        with pytest.raises(ValueError, match=rf"model: expected {tensor}.* in blocks.0.mixer, which has q, k"):
+        with pytest.raises(
+            ValueError, match=rf"model: expected {tensor}.* in blocks.0.mixer, which has q, k"
+        ):
             probes.measure(model, inputs, name)
 
 
@@ -67,12 +69,16 @@ def test_step_cosines_equal_loops(helpers):
     one = ds.sel(layer=1)
     for i in range(4):
         for j in range(4):
-            np.testing.assert_allclose(one.key[..., i, j], cosine(keys[..., i, :], keys[..., j, :]), atol=1e-6)
+            np.testing.assert_allclose(
+                one.key[..., i, j], cosine(keys[..., i, :], keys[..., j, :]), atol=1e-6
+            )
     delta = cache["delta"]
     for i in range(3):
         np.testing.assert_allclose(one.value[..., i], cosine(delta[..., i, :], cache["v"]), atol=1e-6)
         for j in range(3):
-            np.testing.assert_allclose(one.delta[..., i, j], cosine(delta[..., i, :], delta[..., j, :]), atol=1e-6)
+            np.testing.assert_allclose(
+                one.delta[..., i, j], cosine(delta[..., i, :], delta[..., j, :]), atol=1e-6
+            )
     assert (abs(probes.step_cosines(helpers.make("base key"), inputs).key - 1) < 1e-6).all()
 
 
@@ -107,13 +113,18 @@ def test_linear_r2_equals_scikit_learn():
 
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(6, 20, 2, 5, generator=gen, dtype=torch.float64)
-    y = x @ torch.randn(5, 3, generator=gen, dtype=torch.float64) + torch.randn(6, 20, 2, 3, generator=gen) + 2
+    y = (
+        x @ torch.randn(5, 3, generator=gen, dtype=torch.float64)
+        + torch.randn(6, 20, 2, 3, generator=gen)
+        + 2
+    )
     found = linear_r2(x, y)
     for h in range(2):
         halves = [z[i::2, :, h].reshape(60, -1).numpy() for z in (x, y) for i in (0, 1)]
         fit_x, test_x, fit_y, test_y = halves
         predicted = LinearRegression().fit(fit_x, fit_y).predict(test_x)
-        # One total over components, as in the docstring: weight each by its spread around the test half's mean.
+        # One total over components, as in the docstring: weight each by its spread around the test half's
+        # mean.
         want = r2_score(test_y, predicted, multioutput="variance_weighted")
         assert found[h].item() == pytest.approx(want, abs=1e-6)
     with pytest.raises(ValueError, match=r"inputs: expected \[B, T\] with B >= 2"):
@@ -208,7 +219,9 @@ def test_solver_fidelity_equals_dense_matrices(helpers, kind):
 
 def test_the_state_anchor_is_the_serial_solver(helpers):
     ds = probes.solver_fidelity(helpers.make("state anchor"), helpers.tokens()).sel(reference="serial")
-    assert ds.cosine.sel(write="refinement").isel(token=0).isnull().all()  # an empty state is read: nothing is written
+    assert (
+        ds.cosine.sel(write="refinement").isel(token=0).isnull().all()
+    )  # an empty state is read: nothing is written
     ds = ds.isel(token=slice(1, None))
     np.testing.assert_allclose(ds.cosine, 1, atol=1e-6)
     np.testing.assert_allclose(ds.relative_error, 0, atol=1e-6)

@@ -29,7 +29,9 @@ def test_update_rank_equals_dense_matrices(helpers, arm):
             wanted = rank.rank_measures(sigma, 1e-9)
             for name in rank.MEASURES:
                 values = ds[name].sel(layer=layer, matrix=matrix).values
-                np.testing.assert_allclose(values, wanted[name], rtol=1e-5, atol=1e-5, err_msg=f"{arm} {matrix} {name}")
+                np.testing.assert_allclose(
+                    values, wanted[name], rtol=1e-5, atol=1e-5, err_msg=f"{arm} {matrix} {name}"
+                )
 
 
 def test_update_rank_reaches_its_bound_and_never_exceeds_it(helpers, arm):
@@ -50,7 +52,11 @@ def test_rank_is_capped_by_the_widths(helpers):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_definition_travels_with_the_rank(helpers, dtype):
     model, inputs = helpers.make("base key", dtype=dtype), helpers.tokens()
-    for ds in (probes.update_rank(model, inputs), probes.state_rank(model, inputs), probes.window_rank(model, inputs)):
+    for ds in (
+        probes.update_rank(model, inputs),
+        probes.state_rank(model, inputs),
+        probes.window_rank(model, inputs),
+    ):
         assert ds.attrs["dtype"] == str(dtype).removeprefix("torch.")
         assert "sigma" in ds.attrs["measure_stable"]
         assert "eps(dtype)" in ds.attrs["tolerance"]
@@ -65,7 +71,11 @@ def test_a_model_that_writes_nothing_has_rank_zero_everywhere(helpers):
             block.mixer.in_proj.zero_()
             block.mixer.refine.proj.zero_()
     inputs = helpers.tokens()
-    for ds in (probes.update_rank(model, inputs), probes.state_rank(model, inputs), probes.window_rank(model, inputs)):
+    for ds in (
+        probes.update_rank(model, inputs),
+        probes.state_rank(model, inputs),
+        probes.window_rank(model, inputs),
+    ):
         for name in (*rank.MEASURES, "singular_value"):
             assert (ds[name] == 0).all(), name
 
@@ -100,7 +110,9 @@ def test_window_rank_equals_dense_sums(helpers, window):
     for layer in range(2):
         B = helpers.Dense(model, inputs, layer).B
         sums = torch.stack([B[:, max(0, t - window + 1) : t + 1].sum(1) for t in at], 1)
-        np.testing.assert_allclose(ds.singular_value.sel(layer=layer), torch.linalg.svdvals(sums), rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            ds.singular_value.sel(layer=layer), torch.linalg.svdvals(sums), rtol=1e-5, atol=1e-7
+        )
         assert (ds.numerical.sel(layer=layer).values == torch.linalg.matrix_rank(sums).numpy()).all()
     assert (ds.numerical <= ds.bound).all()
     with pytest.raises(ValueError, match="window: expected at least 1 token, got 0"):
@@ -114,7 +126,10 @@ def test_interventions_that_are_active_are_measured(helpers):
     assert ds.numerical.sel(layer=0).max() == 3
     assert ds.numerical.sel(layer=1).max() == 1
     state = torch.zeros(3, 1, 8, 8)
-    with model.hooks([patch_state(0, 4, state)]), pytest.raises(ValueError, match="no hook that replaces the state"):
+    with (
+        model.hooks([patch_state(0, 4, state)]),
+        pytest.raises(ValueError, match="no hook that replaces the state"),
+    ):
         probes.update_rank(model, inputs)
 
 
@@ -150,7 +165,9 @@ def test_an_initial_state_counts(helpers):
     first, rest = f.slice(0, 6), f.slice(6, 13)
     state = first.states([5])[:, 0]
     torch.testing.assert_close(rest.read_before(initial_state=state), f.read_before()[:, 6:])
-    torch.testing.assert_close(update_factors(rest, "update", state)[0], update_factors(f, "update")[0][:, 6:])
+    torch.testing.assert_close(
+        update_factors(rest, "update", state)[0], update_factors(f, "update")[0][:, 6:]
+    )
 
 
 @pytest.mark.gpu
