@@ -9,7 +9,7 @@ states [chunks of the group x heads, K, V] that enter it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -80,23 +80,21 @@ class Packed(_Indexed):
     """
 
     def __init__(self, T: int, chunk: int, cu_seqlens: Tensor):
-        ends = cu_seqlens.tolist()
-        counts = [-(-(b - a) // chunk) for a, b in pairwise(ends)]
-        order = sorted(range(len(counts)), key=lambda n: -counts[n])
-        self.C = chunk
-        first = [0, *accumulate(sum(c > i for c in counts) for i in range(max(counts)))]
-        self.groups = list(pairwise(first))
-        self.chunks = first[-1]
-        token, first_chunk = torch.arange(T), torch.tensor(first)
-        slots = torch.empty(T, dtype=torch.long)
-        for rank, n in enumerate(order):
-            j = token[: ends[n + 1] - ends[n]]
-            slots[ends[n] : ends[n + 1]] = (first_chunk[j // chunk] + rank) * chunk + j % chunk
-        where = torch.full((self.chunks * chunk,), T)
-        where[slots] = token
-        rows = torch.tensor(order)
+        offsets = cu_seqlens.long().cpu()
+        N = offsets.shape[0] - 1
+        counts = (offsets.diff() + chunk - 1) // chunk
+        rows = counts.argsort(descending=True, stable=True)
+        unsort = rows.argsort()
+        running = N - counts.bincount().cumsum(0)[:-1]  # sequences that have an i-th chunk
+        first = torch.cat([running.new_zeros(1), running.cumsum(0)])
+        self.C, self.chunks, self.groups = chunk, int(first[-1]), list(pairwise(first.tolist()))
+        token = torch.arange(T)
+        n = torch.searchsorted(offsets[1:], token, right=True)
+        j = token - offsets[n]
+        slots = (first[j // chunk] + unsort[n]) * chunk + j % chunk
+        where = torch.full((self.chunks * chunk,), T).scatter(0, slots, token)
         self.slots, self.where, self.rows, self.unsort = (
-            t.to(cu_seqlens.device) for t in (slots, where, rows, rows.argsort())
+            t.to(cu_seqlens.device) for t in (slots, where, rows, unsort)
         )
 
     def forward(self, state: Tensor, step: Step) -> Tensor:
@@ -133,12 +131,13 @@ class Traced(_Indexed):
         after = counts.cumsum(0)
         self.first, self.last, self.empty = after - counts, after - 1, (counts == 0)[:, None, None, None]
         token = torch.arange(T, device=offsets.device)
-        n = torch.searchsorted(offsets[1:], token, right=True)
+        # The bounds keep offsets that nobody could check within memory.
+        n = torch.searchsorted(offsets[1:], token, right=True).clamp(max=N - 1)
         j = token - offsets[n]
-        self.slots = (self.first[n] + j // chunk) * chunk + j % chunk
-        self.where = torch.full((self.chunks * chunk,), T, device=offsets.device).scatter(
-            0, self.slots, token
-        )
+        slots = (self.first[n] + j // chunk) * chunk + j % chunk
+        self.slots = slots.clamp(0, self.chunks * chunk - 1)
+        where = token.new_full((self.chunks * chunk,), T)
+        self.where = where.scatter(0, self.slots, token)
         chunks = torch.arange(self.chunks, device=offsets.device)
         self.sequence = torch.searchsorted(after, chunks, right=True).clamp(max=N - 1)
         self.starts = chunks == self.first[self.sequence]
