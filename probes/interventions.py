@@ -41,7 +41,7 @@ def ingredients(config: Any) -> tuple[str, ...]:
     step 1 .. step L   delta^l = 0: the step writes nothing and later steps see the residual that it would
                        have reduced
     refinement         no refinement write at all
-    base write         no beta v k^T; the erase stays
+    base write         no beta v k^T; the erase stays (where L > 0: without any write nothing is left)
     erase              S_{t-1} is decayed and never erased; all writes stay
     convolution        the taps of the short convolution on q, k, v that reach back are 0; the current token's
                        stays
@@ -50,7 +50,7 @@ def ingredients(config: Any) -> tuple[str, ...]:
     """
     names = [f"step {l + 1}" for l in range(config.n_refine)] if config.n_refine > 1 else []
     names += ["refinement"] if config.n_refine else []
-    names += ["base write"] if config.base_write else []
+    names += ["base write"] if config.base_write and config.n_refine else []
     names += ["erase"] if config.erase in ("sigmoid", "two_sigmoid", "step") else []
     names += ["convolution"] if config.short_conv > 1 else []
     anchored = config.n_refine > 0 or config.source == "anchor"

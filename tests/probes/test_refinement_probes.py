@@ -34,7 +34,7 @@ def test_residual_decay_equals_the_chain(helpers, refined_arm):
 
 def test_residual_decay_of_a_planted_chain(helpers):
     # Constant gain, identity, subtraction: the first step removes everything, the second nothing.
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="delta"):
         model = helpers.make("prism", gain="one", activation="identity")
     ds = probes.residual_decay(model, helpers.tokens())
     np.testing.assert_allclose(ds.ratio.mean(("layer", "sample", "token", "head")), [1, 0, 0], atol=1e-7)
@@ -53,8 +53,14 @@ def test_a_zero_residual_is_undefined_not_a_number_made_up(helpers):
 
 def test_measures_of_the_refinement_refuse_a_model_without_one(helpers):
     model, inputs = helpers.make("gdn"), helpers.tokens()
-    for name, tensor in (("residual_decay", "residual"), ("step_cosines", "delta"), ("anchor_fidelity", "anchor"),
-                         ("gain_fidelity", "gain"), ("solver_fidelity", "write_k")):  # fmt: skip
+    tensors = {
+        "residual_decay": "residual",
+        "step_cosines": "delta",
+        "anchor_fidelity": "anchor",
+        "gain_fidelity": "gain",
+        "solver_fidelity": "write_k",
+    }
+    for name, tensor in tensors.items():
         with pytest.raises(
             ValueError, match=rf"model: expected {tensor}.* in blocks.0.mixer, which has q, k"
         ):
@@ -154,7 +160,7 @@ def test_anchor_horizon_equals_windows_run_by_hand(helpers):
     assert (ds.error <= ds.bound + 1e-6).all()
     with pytest.raises(ValueError, match=r"widths: expected widths in 1\.\.23"):
         probes.anchor_horizon(model, inputs, widths=[24])
-    with pytest.raises(ValueError, match="at: expected positions from 8 .* on, got 5"):
+    with pytest.raises(ValueError, match=r"at: expected positions from 8 .* on, got 5"):
         probes.anchor_horizon(model, inputs, widths=[8], at=[5])
 
 

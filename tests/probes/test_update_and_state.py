@@ -8,11 +8,20 @@ import probes
 from prism.hooks import knock_out, patch_state
 from probes import rank
 
-DISTINCT = {  # how many different keys write: B_t, and S_t - alpha_t S_{t-1}
-    "gdn": (1, 1), "prism": (3, 3), "grouped": (4, 4), "paper": (2, 2), "closed form": (3, 3), "no erase": (3, 3),
-    "negative eigenvalues": (5, 5), "no base write": (2, 3), "state anchor": (3, 3), "shared key": (2, 2),
+# How many different keys write: B_t, and S_t - alpha_t S_{t-1}.
+DISTINCT = {
+    "gdn": (1, 1),
+    "prism": (3, 3),
+    "grouped": (4, 4),
+    "paper": (2, 2),
+    "closed form": (3, 3),
+    "no erase": (3, 3),
+    "negative eigenvalues": (5, 5),
+    "no base write": (2, 3),
+    "state anchor": (3, 3),
+    "shared key": (2, 2),
     "base key": (1, 1),
-}  # fmt: skip
+}
 
 
 def test_update_rank_equals_dense_matrices(helpers, arm):
