@@ -58,8 +58,13 @@ def paper_style() -> Iterator[None]:
         "pdf.fonttype": 42,
         "savefig.dpi": 200,
     }
-    with matplotlib.rc_context(settings):
+    # Not rc_context: it also restores `interactive`, which a notebook's backend sets when the first figure is made.
+    before = {key: matplotlib.rcParams[key] for key in settings}
+    matplotlib.rcParams.update(settings)
+    try:
         yield
+    finally:
+        matplotlib.rcParams.update(before)
 
 
 def learning_curves(rows: pd.DataFrame, task: str, ax: Axes | None = None) -> Axes:
