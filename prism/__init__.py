@@ -2,10 +2,20 @@
 inside.
 """
 
-from prism import attention, hooks
+from prism import attention, convert, hooks, verify
 from prism.config import PrismConfig
 from prism.mixer import PrismCache, PrismMixer
 from prism.model import PrismModel
 from prism.scan import prism_scan
 
-__all__ = ["PrismCache", "PrismConfig", "PrismMixer", "PrismModel", "attention", "hooks", "prism_scan"]
+__all__ = [
+    "PrismCache",
+    "PrismConfig",
+    "PrismMixer",
+    "PrismModel",
+    "attention",
+    "convert",
+    "hooks",
+    "prism_scan",
+    "verify",
+]

@@ -138,6 +138,25 @@ class PrismModel(Hooked):
     def point_shapes(self, B: int, T: int) -> dict[str, tuple[int, ...]]:
         return {"embed": (B, T, self.config.d_model), "logits": (B, T, self.config.vocab_size)}
 
+    def variant(self, **changes: Any) -> PrismModel:
+        """A copy with other configuration fields and the same weights: an ingredient changed after training.
+
+        Weights that the new configuration has no use for are dropped, e.g. those of an anchor's convolution
+        at anchor="state".
+
+        Raises:
+            ValueError: the new configuration needs a parameter that this model does not have in that shape.
+        """
+        parameters = dict(self.named_parameters())
+        some = next(iter(parameters.values()))
+        made = PrismModel(self.config.replace(**changes), seed=0, device=some.device)
+        for name, parameter in made.named_parameters():
+            if name not in parameters or parameters[name].shape != parameter.shape:
+                came = list(parameters[name].shape) if name in parameters else "none"
+                raise ValueError(f"variant: expected {name} of shape {list(parameter.shape)}, came {came}")
+            parameter.data = parameters[name].detach().clone()
+        return made
+
     def num_parameters(self) -> int:
         """Number of trained values, the embedding included (once where it is tied)."""
         return sum(parameter.numel() for parameter in self.parameters())
