@@ -29,6 +29,8 @@ from tasks import (  # noqa: F401  (each registers its family)
     palindrome,
     parity,
     poly_recall,
+    release_logic,
+    release_recall,
     running_parity,
     selective_copy,
     silence_gate,

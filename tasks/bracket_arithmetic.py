@@ -118,8 +118,8 @@ class BracketArithmetic(Words):
         size = 2 * k + 1
         live = (i < size).expand(rng.n, nodes)
 
-        # Cycle lemma: k operators (+1) and k + 1 numbers (-1) in random order, rotated to begin after the first
-        # minimum of their sums, are the nodes of a uniform binary tree in preorder.
+        # Cycle lemma: k operators (+1) and k + 1 numbers (-1) in random order, rotated to begin after the
+        # first minimum of their sums, are the nodes of a uniform binary tree in preorder.
         low = (1 << nodes.bit_length()) - 1
         order = sort_((rng.words(nodes) & ~low).masked_fill_(~live, (2**63 - 1) & ~low).bitwise_or_(i)) & low
         inner = torch.zeros_like(live).scatter_(1, order[:, :most], (i[:most] < k).expand(rng.n, most))
@@ -164,7 +164,7 @@ class BracketArithmetic(Words):
         structural = (inputs > PAD) & (inputs < self._low)
         depth = (opens.long() - closes.long()).cumsum(1) + closes.long()
         level = depth.masked_fill_(~structural, width)
-        # On each level the structural tokens are ( . ) ( . ) ...; rows with fewer brackets end in other tokens.
+        # On each level the structural tokens are ( . ) ( . ) ...; rows with fewer brackets end in others.
         triples = sort_((level << 32) | t)[:, : 3 * most].reshape(-1, most, 3) & 0xFFFFFFFF
         operator, close = triples[:, :, 1], triples[:, :, 2]
         close = close.masked_fill(~closes.gather(1, close), width)

@@ -14,7 +14,7 @@ class FillerRecall(Recall):
     The filler has ids of its own: no live key can stand in it. Its length is what `length` leaves over.
 
     >>> import tasks, torch
-    >>> task = tasks.get("filler_recall", length=14, pairs=2, queries=2)   # noise 0-7, keys 8-23, values 24-39
+    >>> task = tasks.get("filler_recall", length=14, pairs=2, queries=2)  # noise 0-7, keys 8-23, values 24-39
     >>> task.solve(torch.tensor([[3, 1, 9, 30, 11, 25, 2, 6, 5, 3, 5, 4, 11, 9]]))
     tensor([[-100, -100, -100, -100, -100, -100, -100, -100, -100, -100, -100, -100,
                25,   30]])

@@ -21,7 +21,8 @@ class InContextAutomata(Task):
     language learning).
 
     >>> import tasks, torch
-    >>> task = tasks.get("in_context_automata", states=3, inputs=2)      # noise 0-15, inputs 16-17, states 18-20
+    >>> task = tasks.get("in_context_automata", states=3, inputs=2)
+    >>> # noise 0-15, inputs 16-17, states 18-20
     >>> task.solve(torch.tensor([[7, 18, 16, 19, 17, 18, 16, 19, 16, 20, 17, 18]]))
     tensor([[-100, -100, -100, -100, -100, -100,   19, -100, -100, -100, -100, -100]])
 

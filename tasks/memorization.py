@@ -32,7 +32,8 @@ class Memorization(Task):
     fact.
 
     >>> import tasks, torch
-    >>> task = tasks.get("memorization", length=4, key_ids=32, value_ids=4)     # ASK 0, keys 1-32, values 33-36
+    >>> task = tasks.get("memorization", length=4, key_ids=32, value_ids=4)
+    >>> # ASK 0, keys 1-32, values 33-36
     >>> sorted(task.solve(torch.tensor([[k, 0] for k in range(1, 33)]))[:, 1].bincount()[33:].tolist())
     [8, 8, 8, 8]
 

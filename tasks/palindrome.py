@@ -18,7 +18,8 @@ class Palindrome(MarkedBlocks):
     random.
 
     >>> import tasks, torch
-    >>> task = tasks.get("palindrome", length=12, blocks=1)    # MARK 0, NO 2, YES 3, operands 4-11, noise 12-31
+    >>> task = tasks.get("palindrome", length=12, blocks=1)
+    >>> # MARK 0, NO 2, YES 3, operands 4-11, noise 12-31
     >>> task.solve(torch.tensor([[20, 19, 4, 7, 4, 0, 18, 15, 30, 12, 29, 25]]))
     tensor([[-100, -100, -100, -100, -100,    3, -100, -100, -100, -100, -100, -100]])
 
