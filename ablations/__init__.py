@@ -74,8 +74,8 @@ def _require_own(*names: str) -> None:
         origin = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
         if origin != home / name / "__init__.py":
             raise ImportError(
-                f"ablations needs prism-lab's own package {name!r} at {home / name}, but {name!r} resolves to "
-                f"{origin or 'nothing'}. Other distributions carry that name too: uninstall them "
+                f"ablations needs prism-lab's own package {name!r} at {home / name}, but {name!r} resolves "
+                f"to {origin or 'nothing'}. Other distributions carry that name too: uninstall them "
                 f"(pip uninstall {name}) or install prism-lab in an environment of its own."
             )
 

@@ -12,15 +12,16 @@ from pathlib import Path
 def run_benchmarks(name: str | None = None, arguments: Sequence[str] = (), folder: Path | None = None) -> int:
     """Run benchmarks/bench_*.py one after the other, or only bench_<name>.py with `arguments`.
 
-    Returns the number of scripts that failed. Raises FileNotFoundError outside a checkout and ValueError for an
-    unknown name, or for arguments without a name (scripts take different ones).
+    Returns the number of scripts that failed. Raises FileNotFoundError outside a checkout and ValueError for
+    an unknown name, or for arguments without a name (scripts take different ones).
     """
     home = Path(__file__).resolve().parent.parent
     folder = home / "benchmarks" if folder is None else folder
     scripts = {path.stem.removeprefix("bench_"): path for path in sorted(folder.glob("bench_*.py"))}
     if not scripts:
         raise FileNotFoundError(
-            f"benchmarks: no bench_*.py under {folder}; the benchmarks are part of a checkout, not of the installed package"
+            f"benchmarks: no bench_*.py under {folder}; the benchmarks are part of a checkout, not of the "
+            "installed package"
         )
     if name is None and arguments:
         raise ValueError(f"arguments: expected the name of a benchmark before {' '.join(arguments)}")
@@ -31,5 +32,8 @@ def run_benchmarks(name: str | None = None, arguments: Sequence[str] = (), folde
     for script in scripts.values() if name is None else [scripts[name]]:
         print(f"== {script.name}", flush=True)
         command = [sys.executable, str(script), *arguments]
-        failed += subprocess.run(command, env={**os.environ, "PYTHONPATH": search_path}, check=False).returncode != 0
+        failed += (
+            subprocess.run(command, env={**os.environ, "PYTHONPATH": search_path}, check=False).returncode
+            != 0
+        )
     return failed

@@ -1,9 +1,9 @@
 """What the rows of a run support, in words.
 
-An ingredient is credited only by a contrast: two arms of one task whose configurations differ in exactly one field and
-whose training differs in the learning rate at most. The evidence is the paired difference of test accuracy over the
-seeds that both arms share. Arms that differ in more are compared as mixers, with parameters and state size, and credit
-nothing.
+An ingredient is credited only by a contrast: two arms of one task whose configurations differ in exactly one
+field and whose training differs in the learning rate at most. The evidence is the paired difference of test
+accuracy over the seeds that both arms share. Arms that differ in more are compared as mixers, with parameters
+and state size, and credit nothing.
 """
 
 from __future__ import annotations
@@ -71,12 +71,13 @@ class Contrast:
     def ingredient(self) -> str:
         """The ingredient in words, with both settings."""
         name = _NAMES.get(self.field, self.field)
-        return f"{name} ({self.field}: {_plain(self.value)} against {_plain(self.value_against)})"
+        return f"{name} ({self.field}: {self.value} against {self.value_against})"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: verdict "raises", "lowers", "alike", "open" (not told apart) or "none" (no verdict), and words.
+    """One comparison: verdict "raises", "lowers", "alike", "open" (not told apart) or "none" (no verdict),
+    and words.
 
     `field` is empty for a comparison of mixers, which credits no ingredient.
     """
@@ -107,7 +108,9 @@ def contrasts(rows: pd.DataFrame) -> list[Contrast]:
 
 
 def findings(rows: pd.DataFrame) -> list[Finding]:
-    """All contrasts of a run, each with its verdict, and where the refinement was credited, who else gets there."""
+    """All contrasts of a run, each with its verdict, and where the refinement was credited, who else gets
+    there.
+    """
     reported = _reported(rows)
     result = []
     for contrast in contrasts(rows):
@@ -129,7 +132,9 @@ def headline(rows: pd.DataFrame) -> list[str]:
         judged = [finding for finding in findings(of_task) if finding.field]
         solved = _solved_counts(of_task)
         if judged and all(finding.verdict == "alike" for finding in judged):
-            sentences.append(f"{task}: all arms that differ in one ingredient are alike ({_counts_text(solved)}).")
+            sentences.append(
+                f"{task}: all arms that differ in one ingredient are alike ({_counts_text(solved)})."
+            )
         else:
             sentences.append(f"{task}: seeds that solved it: {_counts_text(solved)}.")
     return sentences
@@ -153,7 +158,7 @@ def _judge(of_task: pd.DataFrame, arm: str, against: str) -> tuple[str, Paired |
     if not ok.all():
         return "none", None, f"{(~ok).sum()} of {len(pairs)} pairs of {arm} and {against} failed: no verdict."
     values = [pairs[("test_accuracy", name)].to_numpy(dtype=float) for name in (arm, against)]
-    difference = paired_difference(*values)
+    difference = paired_difference(values[0], values[1])
     n, mean = difference.n, difference.value
     means = f"{arm} {values[0].mean():.3f}, {against} {values[1].mean():.3f}"
     if n == 1:
@@ -178,23 +183,23 @@ def _judge(of_task: pd.DataFrame, arm: str, against: str) -> tuple[str, Paired |
 def _rivals(of_task: pd.DataFrame, contrast: Contrast) -> list[Finding]:
     """Arms without refinement that are not behind the credited arm: what it does, they do by other means."""
     configurations = _configurations(of_task)
-    sizes = of_task.groupby("arm")[["parameters", "state_size"]].first()
+    sizes = {
+        str(arm): f"{arm} has {first['parameters']:,} parameters and a state of {first['state_size']:,}"
+        for arm, first in of_task.groupby("arm")[["parameters", "state_size"]].first().iterrows()
+    }
     result = []
     for name, configuration in configurations.items():
         if name == contrast.against or configuration["n_refine"] != 0:
             continue
         verdict, difference, words = _judge(of_task, contrast.arm, name)
         fields = ", ".join(_differing(configurations[contrast.arm], configuration))
-        size = "; ".join(
-            f"{arm} has {int(sizes.loc[arm, 'parameters']):,} parameters and a state of "
-            f"{int(sizes.loc[arm, 'state_size']):,}"
-            for arm in (contrast.arm, name)
-        )
+        size = f"{sizes[contrast.arm]}; {sizes[name]}"
         tail = {
             "alike": f" {name} has no refinement: the gap above is not evidence for the rank of the write.",
             "lowers": f" {name} has no refinement and does better.",
         }.get(verdict, "")
-        text = f"{contrast.task}: {contrast.arm} against {name} (mixers that differ in {fields}): {words}{tail} {size}."
+        pair = f"{contrast.arm} against {name} (mixers that differ in {fields})"
+        text = f"{contrast.task}: {pair}: {words}{tail} {size}."
         result.append(Finding(contrast.task, contrast.arm, name, "", verdict, difference, text))
     return result
 
@@ -208,7 +213,9 @@ def _configurations(of_task: pd.DataFrame) -> dict[str, dict[str, Any]]:
     found = {}
     for arm, rows in of_task.groupby("arm", sort=False):
         if rows["model"].nunique() > 1:
-            raise ValueError(f"rows: expected one configuration of arm {arm!r} a task, got {rows['model'].nunique()}")
+            raise ValueError(
+                f"rows: expected one configuration of arm {arm!r} a task, got {rows['model'].nunique()}"
+            )
         train = json.loads(rows["train"].iloc[0])
         train.pop("learning_rate")
         found[str(arm)] = {
@@ -242,7 +249,3 @@ def _solved_counts(of_task: pd.DataFrame) -> dict[str, tuple[int, int]]:
 
 def _counts_text(counts: dict[str, tuple[int, int]]) -> str:
     return ", ".join(f"{arm} {hits} of {n}" for arm, (hits, n) in counts.items())
-
-
-def _plain(value: Any) -> str:
-    return str(value)

@@ -1,7 +1,7 @@
 """The ``prism`` command. Every command parses its options, calls one function, and says what to read next.
 
-Exit codes: 0 success; 1 a check failed; 2 a bad argument; 130 interrupted. Libraries are imported inside the commands:
-``prism --help`` must not wait for torch.
+Exit codes: 0 success; 1 a check failed; 2 a bad argument; 130 interrupted. Libraries are imported inside the
+commands: ``prism --help`` must not wait for torch.
 """
 
 from __future__ import annotations
@@ -20,26 +20,34 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
-    help="Test what PRISM's rank-L writes do for small sequence models, with Gated DeltaNet always beside.\n\n"
+    help="Test what PRISM's rank-L writes do for small sequence models, with Gated DeltaNet beside.\n\n"
     "Start with [bold]prism demo[/bold]: a few minutes on a CPU, a table, and figures under runs/demo.",
 )
-tasks_app = typer.Typer(invoke_without_command=True, help="List the tasks, or look at one (prism tasks show xor).")
+tasks_app = typer.Typer(
+    invoke_without_command=True, help="List the tasks, or look at one (prism tasks show xor)."
+)
 app.add_typer(tasks_app, name="tasks")
 
 Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")]
-Workers = Annotated[int | None, typer.Option(help="Worker processes, one thread each (default: one per core, at most 4).")]
+Workers = Annotated[
+    int | None, typer.Option(help="Worker processes, one thread each (default: one per core, at most 4).")
+]
 RunDirectory = Annotated[Path, typer.Argument(help="Directory of a run, for example runs/demo.")]
 
 
 def friendly(command: Callable[..., None]) -> Callable[..., None]:
-    """Bad input becomes one line and exit code 2, Ctrl-C exit code 130; PRISM_TRACEBACK=1 shows where it happened."""
+    """Bad input becomes one line and exit code 2, Ctrl-C exit code 130; PRISM_TRACEBACK=1 shows where it
+    happened.
+    """
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
         except KeyboardInterrupt:
-            typer.echo("\nInterrupted. Finished cells are kept: the same command goes on from there.", err=True)
+            typer.echo(
+                "\nInterrupted. Finished cells are kept: the same command goes on from there.", err=True
+            )
             raise typer.Exit(130) from None
         except (ValueError, FileNotFoundError, ImportError) as error:
             if os.environ.get("PRISM_TRACEBACK"):
@@ -71,9 +79,9 @@ def demo(
 @friendly
 def verify(device: Device = "cpu") -> None:
     """Prove that L = 0 is Gated DeltaNet, and the other identities. Exit code 1 where a comparison fails."""
-    from prism.verify import main as run_checks
+    from ablations.verification import run_and_print
 
-    if not run_checks(device=device):
+    if not run_and_print(device):
         raise typer.Exit(1)
 
 
@@ -84,22 +92,33 @@ def ablate(
         Path | None, typer.Argument(help="A grid in YAML, TOML or JSON (tasks, arms, seeds, train ...).")
     ] = None,
     out: Annotated[Path, typer.Option(help="Where the run is stored.")] = Path("runs/ablation"),
-    task: Annotated[list[str] | None, typer.Option(help="A task and parameters: 'xor length=64'. Repeatable.")] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="A task and parameters: 'xor length=64'. Repeatable.")
+    ] = None,
     arm: Annotated[
-        list[str] | None, typer.Option(help="A preset and fields: 'prism anchor=token d_model=32'. Repeatable.")
+        list[str] | None,
+        typer.Option(help="A preset and fields: 'prism anchor=token d_model=32'. Repeatable."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 .. N-1 (without a grid file).")] = 6,
     steps: Annotated[int, typer.Option(min=1, help="Training steps (without a grid file).")] = 500,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step (without a grid file).")] = 64,
     learning_rate: Annotated[
         list[float] | None,
-        typer.Option(help="One: used as it is. Several: each arm's is chosen on validation, with three other seeds."),
+        typer.Option(
+            help="One: used as it is. Several: each arm's is chosen on validation, with three other seeds."
+        ),
     ] = None,
     device: Device = "cpu",
     workers: Workers = 1,
-    compile: Annotated[bool, typer.Option("--compile", help="Pass the training loss through torch.compile.")] = False,
-    save_models: Annotated[bool, typer.Option("--save-models", help="Keep trained models, for prism probe.")] = False,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Compute cells that raised again.")] = False,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Pass the training loss through torch.compile.")
+    ] = False,
+    save_models: Annotated[
+        bool, typer.Option("--save-models", help="Keep trained models, for prism probe.")
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Compute cells that raised again.")
+    ] = False,
 ) -> None:
     """Train a grid of (task, arm, seed), from a file or from flags, and report it.
 
@@ -130,7 +149,9 @@ def ablate(
 
 @app.command()
 @friendly
-def report(run: RunDirectory, figures: Annotated[bool, typer.Option(help="Draw the figures too.")] = True) -> None:
+def report(
+    run: RunDirectory, figures: Annotated[bool, typer.Option(help="Draw the figures too.")] = True
+) -> None:
     """Build table, findings and figures of a run again from its stored cells."""
     from ablations import report as reports
     from ablations import store
@@ -142,12 +163,19 @@ def report(run: RunDirectory, figures: Annotated[bool, typer.Option(help="Draw t
 @friendly
 def probe(
     run: RunDirectory,
-    measure: Annotated[list[str] | None, typer.Option(help="What to measure; repeatable. Default: rank and residual.")] = None,
+    measure: Annotated[
+        list[str] | None, typer.Option(help="What to measure; repeatable. Default: rank and residual.")
+    ] = None,
     task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Only this arm; repeatable.")] = None,
     sequences: Annotated[int, typer.Option(min=1, help="Test sequences per model.")] = 8,
 ) -> None:
-    """Look into the trained models of a run: update-rank, state-rank, residual-decay, step-cosines, anchor-fidelity."""
+    """Look into the trained models of a run, and draw what a probe measures in each arm.
+
+    Measures: update-rank, state-rank, window-rank, residual-decay, step-cosines, anchor-fidelity,
+    gain-fidelity and others; an unknown name lists them all. Arms without refinement are left out of the
+    measures of the refinement.
+    """
     from ablations import probing
 
     for path in probing.draw_many(run, measure, task, arm, sequences):
@@ -158,7 +186,9 @@ def probe(
 @friendly
 def bench(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="One benchmark, for example training; default: all.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="One benchmark, for example training; default: all.")
+    ] = None,
 ) -> None:
     """Run the benchmarks of a checkout (benchmarks/bench_*.py).
 
@@ -191,9 +221,8 @@ def show(
     seed: Annotated[int, typer.Option(help="Which sequence.")] = 0,
 ) -> None:
     """Show a task: what it asks, its parameters, and one sequence with its answers."""
-    from ablations.grid import parse_task
-
     import tasks
+    from ablations.grid import parse_task
 
     _, params = parse_task(name)
     task = tasks.get(params.pop("task"), **params)

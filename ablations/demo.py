@@ -1,8 +1,10 @@
-"""The quick ablation behind ``prism demo``: eight arms on three tasks from several seeds, a few minutes on a CPU.
+"""The quick ablation behind ``prism demo``: eight arms on three tasks from several seeds, a few minutes on a
+CPU.
 
-The skeleton is bare (one mixer layer, no MLP, no output gate, no convolution on q, k, v), because a full block hides
-what a single ingredient does. Every arm but the widened one differs from PRISM or from GDN in one field. Learning rates
-are each arm's own, chosen on validation with seeds that are not reported, by ``benchmarks/demo_learning_rates.py``.
+The skeleton is bare (one mixer layer, no MLP, no output gate, no convolution on q, k, v), because a full
+block hides what a single ingredient does. Every arm but the widened one differs from PRISM or from GDN in one
+field. Learning rates are each arm's own, chosen on validation with seeds that are not reported, by
+``benchmarks/demo_learning_rates.py``.
 """
 
 from __future__ import annotations
@@ -25,23 +27,36 @@ ARMS: dict[str, dict[str, Any]] = {
     "GDN": {"base": "PRISM", "n_refine": 0},
     "GDN + short conv": {"base": "GDN", "short_conv": 4},
     "GDN widened": {"base": "GDN", "match_parameters": "PRISM"},
-    "PRISM": {"preset": "prism", "d_model": 16, "n_layers": 1, "mlp_ratio": 0, "output_gate": False, "short_conv": 0},
+    "PRISM": {
+        "preset": "prism",
+        "d_model": 16,
+        "n_layers": 1,
+        "mlp_ratio": 0,
+        "output_gate": False,
+        "short_conv": 0,
+    },
     "PRISM, no GELU": {"base": "PRISM", "activation": "identity"},
     "PRISM, token anchor": {"base": "PRISM", "anchor": "token"},
     "PRISM, no gain": {"base": "PRISM", "gain": "one"},
     "PRISM, no subtraction": {"base": "PRISM", "residual": "keep"},
 }
-TRAIN: dict[str, Any] = {"steps": 300, "batch_size": 32, "warmup_steps": 60, "eval_every": 25, "val_size": 128}
+TRAIN: dict[str, Any] = {
+    "steps": 300,
+    "batch_size": 32,
+    "warmup_steps": 60,
+    "eval_every": 25,
+    "val_size": 128,
+}
 OVERRIDES: list[dict[str, Any]] = [{"task": "mqar", "steps": 400, "warmup_steps": 80}]
 INSIDE = {
-    "update-rank": ("GDN + short conv", "PRISM", "PRISM, no GELU"),
-    "state-rank": ("GDN + short conv", "PRISM", "PRISM, no GELU"),
-    "residual-decay": ("PRISM", "PRISM, no GELU", "PRISM, no subtraction"),
+    "update_rank": ("GDN + short conv", "PRISM", "PRISM, no GELU"),
+    "state_rank": ("GDN + short conv", "PRISM", "PRISM, no GELU"),
+    "residual_decay": ("PRISM", "PRISM, no GELU", "PRISM, no subtraction"),
 }
 """Probe -> arms that are looked into, on mqar."""
 SEEDS = 6
 """Five pairs cannot reach p <= 0.05 in a sign-flip test, six can."""
-CANDIDATE_RATES = (0.005, 0.01, 0.02)
+CANDIDATE_RATES = (0.005, 0.01, 0.02, 0.04)
 SELECTION_SEEDS = (1000, 1001)
 
 LEARNING_RATES: dict[str, dict[str, float]] = {}
@@ -96,7 +111,9 @@ def run_demo(
 
 
 def choose_learning_rates(out: Path | str, workers: int = 1) -> dict[str, Any]:
-    """Run the sweep and return its record: the choice per task and arm, and every candidate's validation scores."""
+    """Run the sweep and return its record: the choice per task and arm, and every candidate's validation
+    scores.
+    """
     from ablations import runner, store
 
     runner.run(selection_grid(), out, workers=workers)

@@ -2,8 +2,8 @@
 
 All parameters of all members live in one buffer [M, P] (member, parameter): the forward is a vmap of
 `functional_call` over views of it, the gradient of the summed losses comes back as one [M, P] tensor, and the
-optimiser, the clipping and the weight decay are a handful of operations whatever the depth of the model. A member
-never sees another member's numbers, so it equals the same model trained alone.
+optimiser, the clipping and the weight decay are a handful of operations whatever the depth of the model. A
+member never sees another member's numbers, so it equals the same model trained alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Ensemble:
         own = dict(models[0].named_parameters())
         exempt = [getattr(own[name], "_no_weight_decay", False) for name in self._names]
         self.decays: Float[Tensor, " P"] = torch.cat(
-            [torch.full((size,), 0.0 if skip else 1.0, dtype=dtype) for size, skip in zip(self._sizes, exempt, strict=True)]
+            [
+                torch.full((size,), 0.0 if skip else 1.0, dtype=dtype)
+                for size, skip in zip(self._sizes, exempt, strict=True)
+            ]
         ).to(self.device)
         self._skeleton = copy.deepcopy(models[0]).to("meta")
         # In place of buffers that every member shares, so that an exported member is complete.
@@ -68,7 +71,9 @@ class Ensemble:
 
     @property
     def scan_backend(self) -> str:
-        """The scan backend that runs on this device and dtype ("serial": the state anchor, which no scan can run)."""
+        """The scan backend that runs on this device and dtype ("serial": the state anchor, which no scan can
+        run).
+        """
         return scan_backend(self.config, self.device, self.flat.dtype)
 
     def __call__(self, tokens: Int[Tensor, "M B T"]) -> Float[Tensor, "M B T vocabulary"]:
@@ -92,7 +97,9 @@ class Ensemble:
             raise RuntimeError(f"member {index}: state does not fit the model: {missing}, {unexpected}")
         return model
 
-    def _forward_one(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    def _forward_one(
+        self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], tokens: Tensor
+    ) -> Tensor:
         return functional_call(self._skeleton, (parameters, buffers), (tokens,))
 
 
@@ -117,12 +124,13 @@ def member_hits(
 class FlatAdamW:
     """AdamW on an ensemble's [M, P] buffer, with a gradient norm, a clip and a health check per member.
 
-    The arithmetic is torch.optim.AdamW's and torch.nn.utils.clip_grad_norm_'s (tested against both). It is written
-    out because a member that diverged must stand still while the others go on, which a scalar step size cannot
-    express. Everything is a tensor operation without synchronisation, so a step can be captured in a CUDA graph.
+    The arithmetic is torch.optim.AdamW's and torch.nn.utils.clip_grad_norm_'s (tested against both). It is
+    written out because a member that diverged must stand still while the others go on, which a scalar step
+    size cannot express. Everything is a tensor operation without synchronisation, so a step can be captured
+    in a CUDA graph.
 
-    schedule: [steps, 3] learning rate, 1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t) of step t - 1.
-    alive: [M] False from the step on whose loss or gradient was not finite; diverged_at: [M] that step, or -1.
+    schedule: [steps, 3] learning rate, 1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t) of step t - 1. alive: [M]
+    False from the step on whose loss or gradient was not finite; diverged_at: [M] that step, or -1.
     """
 
     def __init__(
@@ -152,7 +160,7 @@ class FlatAdamW:
 
     @torch.no_grad()
     def step(
-        self, gradient: Float[Tensor, "M P"], losses: Float[Tensor, " M"], index: Int[Tensor, "1"]
+        self, gradient: Float[Tensor, "M P"], losses: Float[Tensor, " M"], index: Int[Tensor, " one"]
     ) -> None:
         """Update all living members with their gradients; `index` is the step's number from 0, a tensor."""
         rate, unbias_mean, unbias_root = self.schedule.index_select(0, index)[0].unbind()

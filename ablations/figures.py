@@ -1,6 +1,7 @@
 """Figures of a run. Every function draws on an Axes that it is given (or makes) and returns it.
 
-Colours are Okabe and Ito's; markers and line styles repeat what colour says. Arms keep their look in every figure.
+Colours are Okabe and Ito's; markers and line styles repeat what colour says. Arms keep their look in every
+figure.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -26,7 +27,7 @@ PANEL = (3.1, 2.6)
 """Inches of one panel: three fit the width of a page at their printed size."""
 
 
-def look_of(arms: Sequence[str]) -> dict[str, dict[str, object]]:
+def look_of(arms: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Arm -> colour, marker and line style, in the order of the arms."""
     return {
         arm: {
@@ -43,7 +44,7 @@ def paper_style() -> Iterator[None]:
     """matplotlib settings for a printed page: 8 point text, thin frames, fonts embedded in the PDF."""
     import matplotlib
 
-    settings = {
+    settings: Any = {
         "font.size": 8,
         "axes.titlesize": 8,
         "axes.labelsize": 8,
@@ -58,7 +59,7 @@ def paper_style() -> Iterator[None]:
         "pdf.fonttype": 42,
         "savefig.dpi": 200,
     }
-    # Not rc_context: it also restores `interactive`, which a notebook's backend sets when the first figure is made.
+    # Not rc_context: it also restores `interactive`, which a notebook's backend sets with its first figure.
     before = {key: matplotlib.rcParams[key] for key in settings}
     matplotlib.rcParams.update(settings)
     try:
@@ -68,7 +69,9 @@ def paper_style() -> Iterator[None]:
 
 
 def learning_curves(rows: pd.DataFrame, task: str, ax: Axes | None = None) -> Axes:
-    """Validation accuracy over steps: mean over seeds, bootstrap interval as a band, chance and ceiling as lines."""
+    """Validation accuracy over steps: mean over seeds, bootstrap interval as a band, chance and ceiling as
+    lines.
+    """
     ax = _axes(ax)
     of_task = _of_task(rows, task)
     looks = look_of(list(dict.fromkeys(rows["arm"])))
@@ -85,7 +88,7 @@ def learning_curves(rows: pd.DataFrame, task: str, ax: Axes | None = None) -> Ax
             [estimate.value for estimate in estimates],
             label=f"{arm} (n = {len(finished)})",
             markevery=max(1, len(steps) // 6),
-            **look,  # type: ignore[arg-type]
+            **look,
         )
         if len(finished) > 1:
             low, high = [e.low for e in estimates], [e.high for e in estimates]
@@ -96,7 +99,9 @@ def learning_curves(rows: pd.DataFrame, task: str, ax: Axes | None = None) -> Ax
 
 
 def accuracy_points(rows: pd.DataFrame, task: str, ax: Axes | None = None) -> Axes:
-    """Test accuracy per arm: a point per seed, the mean with its bootstrap interval, chance and ceiling as lines."""
+    """Test accuracy per arm: a point per seed, the mean with its bootstrap interval, chance and ceiling as
+    lines.
+    """
     ax = _axes(ax)
     of_task = _of_task(rows, task)
     arms = list(dict.fromkeys(of_task["arm"]))
@@ -124,7 +129,9 @@ def accuracy_points(rows: pd.DataFrame, task: str, ax: Axes | None = None) -> Ax
                 ax.plot([mean.low, mean.high], [place] * 2, color=str(look["color"]), linewidth=3, alpha=0.35)
         failed = len(of_arm) - len(accuracy)
         if failed:
-            ax.annotate(f"{failed} failed", (0.02, place), xycoords=("axes fraction", "data"), fontsize=6, va="center")
+            ax.annotate(
+                f"{failed} failed", (0.02, place), xycoords=("axes fraction", "data"), fontsize=6, va="center"
+            )
     _levels(ax, of_task, vertical=True)
     counts = of_task.groupby("arm", sort=False).size()
     ax.set_yticks(range(len(arms)), [f"{arm} (n = {counts[arm]})" for arm in arms])
@@ -134,7 +141,9 @@ def accuracy_points(rows: pd.DataFrame, task: str, ax: Axes | None = None) -> Ax
 
 
 def draw_all(rows: pd.DataFrame, run: Path | str) -> list[Path]:
-    """Draw learning curves and accuracies of all tasks into run/figures as PNG and PDF; returns the PNG paths."""
+    """Draw learning curves and accuracies of all tasks into run/figures as PNG and PDF; returns the PNG
+    paths.
+    """
     tasks = list(dict.fromkeys(rows["task"]))
     folder = Path(run) / "figures"
     with paper_style():
@@ -147,8 +156,10 @@ def draw_all(rows: pd.DataFrame, run: Path | str) -> list[Path]:
         points, axes = panels(len(tasks), sharey=False, height=0.6 + 0.27 * rows["arm"].nunique())
         for ax, task in zip(axes, tasks, strict=True):
             accuracy_points(rows, task, ax)
-        same = all([t.get_text() for t in ax.get_yticklabels()] == [t.get_text() for t in axes[0].get_yticklabels()]
-                   for ax in axes)
+        same = all(
+            [t.get_text() for t in ax.get_yticklabels()] == [t.get_text() for t in axes[0].get_yticklabels()]
+            for ax in axes
+        )
         for ax in axes[1:] if same else []:
             ax.set_yticklabels([])
         return [save(curves, folder / "learning_curves"), save(points, folder / "accuracy")]
@@ -167,12 +178,12 @@ def panels(count: int, sharey: bool, height: float = PANEL[1]) -> tuple[Figure, 
 
 def legend_below(figure: Figure, axes: Sequence[Axes], columns: int = 4) -> None:
     """One legend for all panels, under them."""
-    named: dict[str, object] = {}
+    named: dict[str, Any] = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             named.setdefault(label, handle)
     columns = min(columns, max(1, 2 * len(axes)))
-    figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=columns, frameon=False)  # type: ignore[arg-type]
+    figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=columns, frameon=False)
 
 
 def save(figure: Figure, stem: Path) -> Path:
@@ -192,7 +203,9 @@ def _axes(ax: Axes | None) -> Axes:
 def _of_task(rows: pd.DataFrame, task: str) -> pd.DataFrame:
     found = rows[(rows["task"] == task) & (rows["role"] == "report")]
     if found.empty:
-        raise ValueError(f"task: expected one of {sorted(set(rows['task']))} with reported rows, got {task!r}")
+        raise ValueError(
+            f"task: expected one of {sorted(set(rows['task']))} with reported rows, got {task!r}"
+        )
     return found
 
 
@@ -203,8 +216,22 @@ def _levels(ax: Axes, of_task: pd.DataFrame, vertical: bool = False) -> None:
         line = ax.axvline if vertical else ax.axhline
         line(value, color="0.45", linewidth=0.7, linestyle=style, zorder=0)
         if vertical:
-            ax.annotate(name, (value, 1.0), xycoords=("data", "axes fraction"), fontsize=6, color="0.35",
-                        ha="center", va="bottom")
+            ax.annotate(
+                name,
+                (value, 1.0),
+                xycoords=("data", "axes fraction"),
+                fontsize=6,
+                color="0.35",
+                ha="center",
+                va="bottom",
+            )
         else:
-            ax.annotate(name, (1.0, value), xycoords=("axes fraction", "data"), fontsize=6, color="0.35",
-                        ha="right", va="bottom")
+            ax.annotate(
+                name,
+                (1.0, value),
+                xycoords=("axes fraction", "data"),
+                fontsize=6,
+                color="0.35",
+                ha="right",
+                va="bottom",
+            )

@@ -1,7 +1,7 @@
 """A grid over (task, arm, seed), and the cells it stands for.
 
-An arm is a named PrismConfig; its vocabulary is the task's, so `vocab_size` is filled in per task. A grid can be
-written in Python or read from a YAML, TOML or JSON file:
+An arm is a named PrismConfig; its vocabulary is the task's, so `vocab_size` is filled in per task. A grid can
+be written in Python or read from a YAML, TOML or JSON file:
 
     tasks: {xor: {length: 32}, long_xor: {task: xor, length: 64}}
     arms:
@@ -27,6 +27,7 @@ from typing import Any
 import tasks
 from ablations import store
 from prism import PrismConfig, PrismModel
+from tasks import Task
 
 _ANY_VOCABULARY = 2
 
@@ -70,7 +71,9 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class Cell:
-    """One model to train: an arm on a task from a seed. `role` is "report", or "selection" for learning rates."""
+    """One model to train: an arm on a task from a seed. `role` is "report", or "selection" for learning
+    rates.
+    """
 
     task: str
     arm: str
@@ -82,7 +85,9 @@ class Cell:
     train: TrainSettings
 
     def configuration(self) -> dict[str, Any]:
-        """The canonical configuration that names the cell: everything that decides its numbers but the hardware."""
+        """The canonical configuration that names the cell: everything that decides its numbers but the
+        hardware.
+        """
         task = _task(self.task_name, store.canonical_json(self.task_params))
         return {
             "task": {"name": task.name, "version": task.version, "params": dict(task.params)},
@@ -95,7 +100,7 @@ class Cell:
         """The names the grid gives the cell; they are not part of its identity."""
         return {"task": self.task, "arm": self.arm, "seed": self.seed, "role": self.role}
 
-    def make_task(self) -> tasks.Task:
+    def make_task(self) -> Task:
         """The task object of this cell."""
         return _task(self.task_name, store.canonical_json(self.task_params))
 
@@ -110,14 +115,15 @@ class Grid:
     seeds: of the reported cells; seed s draws both the initial weights and the data stream of its model.
     train: TrainSettings or a mapping of its fields.
     overrides: mappings with optional `task` and `arm` (to match) and fields of TrainSettings; later ones win.
-    learning_rates, selection_seeds: where given, every arm first trains on the selection seeds at each learning rate,
-        and the reported cells use the one with the best mean validation accuracy (ties: the lower validation loss).
+    learning_rates, selection_seeds: where given, every arm first trains on the selection seeds at each
+        learning rate, and the reported cells use the one with the best mean validation accuracy (ties: the
+        lower validation loss).
     """
 
     tasks: Mapping[str, Mapping[str, Any]]
     arms: Mapping[str, PrismConfig | Mapping[str, Any]]
     seeds: Sequence[int]
-    train: TrainSettings = field(default_factory=TrainSettings)
+    train: TrainSettings | Mapping[str, Any] = field(default_factory=TrainSettings)
     overrides: Sequence[Mapping[str, Any]] = ()
     learning_rates: Sequence[float] = ()
     selection_seeds: Sequence[int] = ()
@@ -154,14 +160,14 @@ class Grid:
             return config
         return match_parameters(config, count_parameters(self.model(matched, task)))
 
-    def task(self, label: str) -> tasks.Task:
+    def task(self, label: str) -> Task:
         """The task object behind a label."""
         name, params = self._task_spec(label)
         return _task(name, store.canonical_json(params))
 
     def settings(self, arm: str, task: str) -> TrainSettings:
         """Training settings of an arm on a task, the overrides applied in order."""
-        settings = self.train
+        settings = self._train
         for override in self.overrides:
             if override.get("task", task) == task and override.get("arm", arm) == arm:
                 changes = {name: value for name, value in override.items() if name not in ("task", "arm")}
@@ -169,7 +175,9 @@ class Grid:
         return settings
 
     def selection_cells(self) -> list[Cell]:
-        """Cells that choose learning rates: every arm on every task at every rate from the selection seeds."""
+        """Cells that choose learning rates: every arm on every task at every rate from the selection
+        seeds.
+        """
         return [
             self._cell(task, arm, seed, "selection", rate)
             for task in self.tasks
@@ -187,6 +195,11 @@ class Grid:
             for arm in self.arms
             for seed in self.seeds
         ]
+
+    @property
+    def _train(self) -> TrainSettings:
+        assert isinstance(self.train, TrainSettings)  # since __post_init__
+        return self.train
 
     def _cell(self, task: str, arm: str, seed: int, role: str, rate: float | None) -> Cell:
         name, params = self._task_spec(task)
@@ -225,8 +238,10 @@ class Grid:
     def _check_override(self, override: Mapping[str, Any]) -> None:
         for kind, known in (("task", self.tasks), ("arm", self.arms)):
             if override.get(kind, next(iter(known))) not in known:
-                raise ValueError(f"overrides: expected {kind} to be one of {list(known)}, got {override[kind]!r}")
-        _settings("overrides", self.train, {k: v for k, v in override.items() if k not in ("task", "arm")})
+                raise ValueError(
+                    f"overrides: expected {kind} to be one of {list(known)}, got {override[kind]!r}"
+                )
+        _settings("overrides", self._train, {k: v for k, v in override.items() if k not in ("task", "arm")})
 
     def _refuse_duplicates(self) -> None:
         for task in self.tasks:
@@ -236,7 +251,9 @@ class Grid:
                     {"model": self.model(arm, task).to_dict(), "train": repr(self.settings(arm, task))}
                 )
                 if key in seen:
-                    raise ValueError(f"arms: {seen[key]!r} and {arm!r} are the same configuration on {task!r}")
+                    raise ValueError(
+                        f"arms: {seen[key]!r} and {arm!r} are the same configuration on {task!r}"
+                    )
                 seen[key] = arm
 
 
@@ -253,8 +270,9 @@ def state_size(config: PrismConfig) -> int:
 def match_parameters(config: PrismConfig, target: int) -> PrismConfig:
     """`config` with the d_model (a multiple of its head count) whose parameter count is nearest to `target`.
 
-    Head width follows d_model where the configuration leaves it to the default, so a wider model has a larger state:
-    compare `state_size` as well. Raises ValueError where the model is larger than the target at its narrowest.
+    Head width follows d_model where the configuration leaves it to the default, so a wider model has a larger
+    state: compare `state_size` as well. Raises ValueError where the model is larger than the target at its
+    narrowest.
     """
 
     def at(multiple: int) -> PrismConfig:
@@ -262,7 +280,9 @@ def match_parameters(config: PrismConfig, target: int) -> PrismConfig:
 
     low = high = 1
     if count_parameters(at(low)) > target:
-        raise ValueError(f"match_parameters: expected at least {count_parameters(at(low))} parameters, got {target}")
+        raise ValueError(
+            f"match_parameters: expected at least {count_parameters(at(low))} parameters, got {target}"
+        )
     while count_parameters(at(high)) < target:
         low, high = high, 2 * high
     while high - low > 1:
@@ -282,7 +302,9 @@ def load_grid(path: Path | str) -> Grid:
         try:
             import yaml
         except ImportError:
-            raise ImportError("a YAML grid needs PyYAML (pip install pyyaml); TOML and JSON need nothing") from None
+            raise ImportError(
+                "a YAML grid needs PyYAML (pip install pyyaml); TOML and JSON need nothing"
+            ) from None
         found = yaml.safe_load(text)
     elif path.suffix == ".toml":
         import tomllib
@@ -308,9 +330,16 @@ def parse_arm(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def from_flags(
-    tasks_: Sequence[str], arms: Sequence[str], seeds: int, steps: int, batch_size: int, rates: Sequence[float]
+    tasks_: Sequence[str],
+    arms: Sequence[str],
+    seeds: int,
+    steps: int,
+    batch_size: int,
+    rates: Sequence[float],
 ) -> Grid:
-    """The grid that `prism ablate`'s flags describe; several rates are chosen from with three seeds of their own."""
+    """The grid that `prism ablate`'s flags describe; several rates are chosen from with three seeds of their
+    own.
+    """
     for name, given in (("--task", tasks_), ("--arm", arms)):
         if not given:
             raise ValueError(f"{name}: expected at least one (or a grid file), got none")
@@ -320,7 +349,11 @@ def from_flags(
         arms=dict(map(parse_arm, arms)),
         seeds=range(seeds),
         train=TrainSettings(
-            steps=steps, batch_size=batch_size, learning_rate=rates[0], warmup_steps=steps // 10, eval_every=max(1, steps // 20)
+            steps=steps,
+            batch_size=batch_size,
+            learning_rate=rates[0],
+            warmup_steps=steps // 10,
+            eval_every=max(1, steps // 20),
         ),
         learning_rates=rates if several else (),
         selection_seeds=range(seeds, seeds + 3) if several else (),
@@ -356,7 +389,7 @@ def grid_from_mapping(found: Any) -> Grid:
 
 
 @lru_cache(maxsize=256)
-def _task(name: str, params: str) -> tasks.Task:
+def _task(name: str, params: str) -> Task:
     return tasks.get(name, **json.loads(params))
 
 

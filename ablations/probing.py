@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import xarray as xr
@@ -17,25 +17,14 @@ from ablations import figures, store
 if TYPE_CHECKING:
     from prism import PrismModel
 
-
-class Measure(NamedTuple):
-    """A probe, the function that draws it, and one line of help."""
-
-    probe: Callable[..., xr.Dataset]
-    plot: Callable[..., Any]
-    help: str
-
-
-MEASURES = {
-    "update-rank": Measure(probes.update_rank, probes.plot_update_rank, "rank of what one token writes"),
-    "state-rank": Measure(probes.state_rank, probes.plot_state_rank, "rank of the running state over tokens"),
-    "residual-decay": Measure(
-        probes.residual_decay, probes.plot_residual_decay, "|r^l| / |r^1| over the refinement steps"
-    ),
-    "step-cosines": Measure(probes.step_cosines, probes.plot_step_cosines, "how orthogonal the steps are"),
-    "anchor-fidelity": Measure(
-        probes.anchor_fidelity, probes.plot_anchor_fidelity, "how near the anchor comes to the true read"
-    ),
+DEFAULT = ("update_rank", "state_rank", "residual_decay")
+_OF_THE_REFINEMENT = {
+    "residual_decay",
+    "step_cosines",
+    "anchor_fidelity",
+    "anchor_horizon",
+    "gain_fidelity",
+    "solver_fidelity",
 }
 
 
@@ -53,36 +42,49 @@ def load_models(run: Path | str, task: str, arm: str) -> list[tuple[int, PrismMo
         if folder.is_dir():
             found.append((int(seed), PrismModel.from_pretrained(folder)))
     if not found:
-        raise FileNotFoundError(f"run: no trained model of {arm!r} on {task!r} under {run}/models (not saved, or failed)")
+        raise FileNotFoundError(
+            f"run: no trained model of {arm!r} on {task!r} under {run}/models (not saved, or failed)"
+        )
     return found
 
 
 def measure(run: Path | str, name: str, task: str, arm: str, sequences: int = 8) -> xr.Dataset:
-    """A measure over all seeds of an arm: test sequences of each seed's model, joined along `sample`."""
-    if name not in MEASURES:
-        raise ValueError(f"measure: expected one of {', '.join(MEASURES)}, got {name!r}")
+    """A measure (a name of `probes.MEASURES`) over all seeds of an arm, joined along `sample`.
+
+    Each seed's model reads the first `sequences` of the test sequences it was scored on.
+    """
+    if name not in probes.MEASURES:
+        raise ValueError(f"measure: expected one of {', '.join(probes.MEASURES)}, got {name!r}")
     made = _task(_rows(run, task, arm))
     parts = []
     for seed, model in load_models(run, task, arm):
         batch = made.batch(sequences, seed=seed, step=0, split="test")
-        parts.append(MEASURES[name].probe(model, batch.inputs))
-    joined = xr.concat(parts, dim="sample", data_vars="minimal", coords="minimal", compat="override", join="override")
+        options = {"targets": batch.targets} if "targets" in probes.MEASURES[name].needs else {}
+        parts.append(probes.measure(model, batch.inputs, name, **options))
+    if "sample" not in parts[0].dims:
+        raise ValueError(
+            f"measure: {name} has no dimension 'sample' to join seeds along; call it on one model in Python"
+        )
+    joined = xr.concat(
+        parts, dim="sample", data_vars="minimal", coords="minimal", compat="override", join="override"
+    )
     return joined.assign_coords(sample=range(joined.sizes["sample"]))
 
 
 def draw(run: Path | str, name: str, task: str, arms: Sequence[str], sequences: int = 8) -> Path:
     """Draw a measure, a panel per arm, into run/figures as PNG and PDF; returns the PNG's path."""
     with figures.paper_style():
-        figure, axes = figures.panels(len(arms), sharey=name != "step-cosines")
+        lines = name != "step_cosines"  # that one is a field
+        figure, axes = figures.panels(len(arms), sharey=lines)
         for ax, arm in zip(axes, arms, strict=True):
             data = measure(run, name, task, arm, sequences)
-            MEASURES[name].plot(data, ax)
+            probes.plot(data, name, ax)
             seeds = len(load_models(run, task, arm))
             ax.set_title(f"{arm} on {task}, {seeds} seeds\n{ax.get_title()}", fontsize=8)
-        if name != "step-cosines":
+        if lines:
             for ax in axes[1:]:
                 ax.set_ylabel("")
-        return figures.save(figure, Path(run) / "figures" / f"{name.replace('-', '_')}_{_file_name(task)}")
+        return figures.save(figure, Path(run) / "figures" / f"{name}_{_file_name(task)}")
 
 
 def draw_many(
@@ -92,21 +94,27 @@ def draw_many(
     arms: Sequence[str] | None = None,
     sequences: int = 8,
 ) -> list[Path]:
-    """Draw several measures, a figure per measure and task; the default is ranks and residual decay of all arms.
+    """Draw several measures, a figure per measure and task; the default is ranks and residual decay of all
+    arms.
 
     Arms without refinement have no residual and are left out of the measures of the refinement.
     """
     have = arms_with_models(run, task)
     if not have:
-        raise FileNotFoundError(f"run: no trained models under {run}/models; train with save_models (--save-models)")
+        raise FileNotFoundError(
+            f"run: no trained models under {run}/models; train with save_models (--save-models)"
+        )
     for arm in arms or []:
         if arm not in {name for _, name in have}:
-            raise ValueError(f"arm: expected one of {list(dict.fromkeys(name for _, name in have))}, got {arm!r}")
+            raise ValueError(
+                f"arm: expected one of {list(dict.fromkeys(name for _, name in have))}, got {arm!r}"
+            )
     drawn = []
-    for name in names or ("update-rank", "state-rank", "residual-decay"):
+    for name in names or DEFAULT:
+        name = name.replace("-", "_")
         for label in dict.fromkeys(found for found, _ in have):
             chosen = [arm for found, arm in have if found == label and (not arms or arm in arms)]
-            if name not in ("update-rank", "state-rank"):
+            if name in _OF_THE_REFINEMENT:
                 chosen = [arm for arm in chosen if _refines(run, label, arm)]
             if chosen:
                 drawn.append(draw(run, name, label, chosen, sequences))

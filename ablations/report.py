@@ -1,7 +1,7 @@
 """From the rows of a run to its table, its findings in words, and the files that hold them.
 
-`summarize` is the table as data; `rich_tables`, `markdown` and `html` show it. `write_report` puts table, findings and
-figures under a run's directory; it needs nothing but the stored cells, so it can be repeated.
+`summarize` is the table as data; `rich_tables`, `markdown` and `html` show it. `write_report` puts table,
+findings and figures under a run's directory; it needs nothing but the stored cells, so it can be repeated.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _FIRST = ("accuracy", "learning_curves")
 def summarize(rows: pd.DataFrame) -> pd.DataFrame:
     """A row per (task, arm) over its reported seeds.
 
-    n seeds, of which `solved` solved the task and `failed` did not finish; success rate with Wilson's interval
-    (over n: a failed seed has not solved anything); mean test accuracy of the n_finished others with a bootstrap
-    interval over seeds; NaN bounds where n is 1. Parameters and state_size are per model.
+    n seeds, of which `solved` solved the task and `failed` did not finish; success rate with Wilson's
+    interval (over n: a failed seed has not solved anything); mean test accuracy of the n_finished others with
+    a bootstrap interval over seeds; NaN bounds where n is 1. Parameters and state_size are per model.
     """
     summary = []
     for (task, arm), of_arm in rows[rows["role"] == "report"].groupby(["task", "arm"], sort=False):
@@ -107,7 +107,9 @@ def rich_tables(summary: pd.DataFrame) -> list[Table]:
     shown = [name for name in _columns(summary) if name not in ("task", "n", "chance", "ceiling")]
     for task, lines in summary.groupby("task", sort=False):
         levels = f"chance {lines['chance'].iloc[0]:.3f}, ceiling {lines['ceiling'].iloc[0]:.3f}"
-        table = Table(title=escape(f"{task} ({levels})"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+        table = Table(
+            title=escape(f"{task} ({levels})"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1)
+        )
         for name in shown:
             table.add_column(HEADINGS[name], justify="left" if name == "arm" else "right", no_wrap=True)
         for _, line in lines.iterrows():
@@ -134,7 +136,9 @@ def html(summary: pd.DataFrame) -> str:
     lines = ["<table>", "<tr>" + "".join(f"<th>{HEADINGS[name]}</th>" for name in shown) + "</tr>"]
     for _, line in summary.iterrows():
         texts = cells_of(line)
-        lines.append("<tr>" + "".join(f"<td>{html_escape.escape(texts[name])}</td>" for name in shown) + "</tr>")
+        lines.append(
+            "<tr>" + "".join(f"<td>{html_escape.escape(texts[name])}</td>" for name in shown) + "</tr>"
+        )
     return "\n".join([*lines, "</table>"])
 
 
@@ -143,9 +147,10 @@ def notes(rows: pd.DataFrame) -> list[str]:
     reported = rows[rows["role"] == "report"]
     backends = ", ".join(sorted(reported["scan_backend"].dropna().unique())) or "none"
     lines = [
-        f"Trained on {_listed(reported['device'])} in {_listed(reported['dtype'])}; scan backend that ran: {backends}.",
-        "Solved: test accuracy >= chance + 0.95 (ceiling - chance). Success rate: Wilson interval over n seeds; "
-        "mean accuracy: bootstrap interval over the seeds that finished; no interval over one seed. "
+        f"Trained on {_listed(reported['device'])} in {_listed(reported['dtype'])}; "
+        f"scan backend that ran: {backends}.",
+        "Solved: test accuracy >= chance + 0.95 (ceiling - chance). Success rate: Wilson interval over n "
+        "seeds; mean accuracy: bootstrap interval over the seeds that finished; no interval over one seed. "
         "State: floats of recurrent memory per sequence.",
     ]
     if len(rows) > len(reported):
@@ -158,7 +163,8 @@ def notes(rows: pd.DataFrame) -> list[str]:
 
 
 def write_report(run: Path | str, figures: bool = True) -> dict[str, Path]:
-    """Write summary.csv, report.md, report.html and figures/ under a run's directory; returns the paths by name.
+    """Write summary.csv, report.md, report.html and figures/ under a run's directory; returns the paths by
+    name.
 
     Figures that are in figures/ already (the probes') are shown after the two that are drawn here.
     """
@@ -174,7 +180,10 @@ def write_report(run: Path | str, figures: bool = True) -> dict[str, Path]:
         paths["figures"] = run / "figures"
     drawn = sorted((run / "figures").glob("*.png"), key=lambda path: (path.stem not in _FIRST, path.stem))
     sections = [
-        ("What was found", [*claims.headline(rows), *(finding.text for finding in found), claims.multiplicity(found)]),
+        (
+            "What was found",
+            [*claims.headline(rows), *(finding.text for finding in found), claims.multiplicity(found)],
+        ),
         ("Notes", notes(rows)),
     ]
     paths["markdown"].write_text(_markdown_page(summary, sections, drawn, run))
@@ -221,7 +230,8 @@ def _html_page(
 ) -> str:
     style = (
         "body{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em}"
-        "table{border-collapse:collapse}td,th{padding:.2em .7em;border-bottom:1px solid #ccc;text-align:right}"
+        "table{border-collapse:collapse}"
+        "td,th{padding:.2em .7em;border-bottom:1px solid #ccc;text-align:right}"
         "td:nth-child(-n+2),th:nth-child(-n+2){text-align:left}img{max-width:100%}"
     )
     parts = ["<!doctype html><meta charset='utf-8'><title>Ablation report</title>", f"<style>{style}</style>"]

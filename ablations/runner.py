@@ -1,4 +1,6 @@
-"""`run`: compute what a grid lacks in a directory, in this process or in several, and return all of its rows."""
+"""`run`: compute what a grid lacks in a directory, in this process or in several, and return all of its
+rows.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,16 @@ def run(
 ) -> pd.DataFrame:
     """Train every cell of `grid` that `out` does not hold yet, and return the grid's rows (see `store.load`).
 
-    The seeds of an arm on a task train together as one batched model. Rows are written as soon as their group is done.
+    The seeds of an arm on a task train together as one batched model. Rows are written as soon as their group
+    is done.
 
-    device: "cpu", "cuda" or "cuda:N". workers: processes; above 1 each has one thread (a script that calls this needs
-    the `if __name__ == "__main__"` guard). compile: torch.compile the loss. save_models: keep the trained models, as
-    safetensors under out/models/<key>. retry_failed: compute cells again whose row says "error".
+    device: "cpu", "cuda" or "cuda:N". workers: processes; above 1 each has one thread (a script that calls
+    this needs the `if __name__ == "__main__"` guard). compile: torch.compile the loss. save_models: keep the
+    trained models, as safetensors under out/models/<key>. retry_failed: compute cells again whose row says
+    "error".
 
-    Raises ValueError for a bad argument and where `out` holds another results_version; an exception inside a cell does
-    not end the run, it becomes the cell's row.
+    Raises ValueError for a bad argument and where `out` holds another results_version; an exception inside a
+    cell does not end the run, it becomes the cell's row.
     """
     if workers < 1:
         raise ValueError(f"workers: expected at least 1, got {workers}")
@@ -87,7 +91,9 @@ def choose_learning_rates(rows: pd.DataFrame) -> dict[tuple[str, str], float]:
             accuracy=("val_accuracy", "mean"),
             loss=("val_loss", "mean"),
         )
-        best = scored.sort_values(["failed", "accuracy", "loss"], ascending=[True, False, True], kind="stable")
+        best = scored.sort_values(
+            ["failed", "accuracy", "loss"], ascending=[True, False, True], kind="stable"
+        )
         chosen[str(task), str(arm)] = float(best.index[0])
     return chosen
 
@@ -168,7 +174,9 @@ def _missing_groups(cells: Sequence[Cell], out: Path, retry_failed: bool) -> lis
 
 
 def _cost(group: Sequence[Cell]) -> float:
-    """Rough relative cost, for the order of the groups and the progress bar: tokens times parameters, and a floor."""
+    """Rough relative cost, for the order of the groups and the progress bar: tokens times parameters, and a
+    floor.
+    """
     first = group[0]
     tokens = first.train.steps * first.train.batch_size * first.make_task().length
     return len(group) * tokens * (count_parameters(first.model) + 2e4) / 1e9
@@ -240,7 +248,12 @@ def _rows(cells: Sequence[Cell], out: Path) -> pd.DataFrame:
 
 def _error_row(cell: Cell, error: str) -> dict[str, Any]:
     """The row of a cell that raised; what can be known without training is filled in."""
-    row: dict[str, Any] = {"status": "error", "error": error, "steps_done": 0, "state_size": state_size(cell.model)}
+    row: dict[str, Any] = {
+        "status": "error",
+        "error": error,
+        "steps_done": 0,
+        "state_size": state_size(cell.model),
+    }
     with contextlib.suppress(Exception):
         task = cell.make_task()
         row |= {"chance": task.chance, "majority": task.majority, "ceiling": task.ceiling}

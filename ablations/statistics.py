@@ -1,7 +1,8 @@
 """Intervals over seeds. Every estimate carries its n, and n = 1 has no interval.
 
-Coverage of a percentile bootstrap over five seeds is nearer 85% than 95%: five values do not say much about their
-spread. `paired_difference` therefore gives an exact sign-flip p-value beside its interval, and `claims` asks for both.
+Coverage of a percentile bootstrap over five seeds is nearer 85% than 95%: five values do not say much about
+their spread. `paired_difference` therefore gives an exact sign-flip p-value beside its interval, and `claims`
+asks for both.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ SOLVED_SHARE = 0.95
 
 
 class Estimate(NamedTuple):
-    """A value, its two-sided interval (NaN where n does not support one) and the number of seeds behind it."""
+    """A value, its two-sided interval (NaN where n does not support one) and the number of seeds behind
+    it.
+    """
 
     value: float
     low: float
@@ -39,7 +42,9 @@ class Paired(NamedTuple):
 def solved(
     accuracy: Float[np.ndarray, " n"], chance: Float[np.ndarray, " n"], ceiling: Float[np.ndarray, " n"]
 ) -> Bool[np.ndarray, " n"]:
-    """Whether test accuracy reaches chance + 0.95 (ceiling - chance); a failed seed (NaN) has not solved anything."""
+    """Whether test accuracy reaches chance + 0.95 (ceiling - chance); a failed seed (NaN) has not solved
+    anything.
+    """
     accuracy = np.asarray(accuracy, dtype=float)
     # 1e-9: an accuracy that equals the bar up to the rounding of the bar itself counts.
     return accuracy >= np.asarray(chance) + SOLVED_SHARE * (np.asarray(ceiling) - np.asarray(chance)) - 1e-9
@@ -55,8 +60,8 @@ def chance_corrected(accuracy: float, chance: float, ceiling: float) -> float:
 def wilson(successes: int, n: int, confidence: float = 0.95) -> Estimate:
     """Success rate with Wilson's score interval.
 
-    One trial has an interval too (0 of 1 is [0, 0.79]), but a rate over one seed is refused as evidence: n = 1 gives
-    NaN bounds. Raises ValueError for n < 1 or successes outside 0..n.
+    One trial has an interval too (0 of 1 is [0, 0.79]), but a rate over one seed is refused as evidence: n =
+    1 gives NaN bounds. Raises ValueError for n < 1 or successes outside 0..n.
     """
     _check_confidence(confidence)
     if n < 1:
@@ -80,7 +85,9 @@ def bootstrap_mean(
     sample = _finite("values", values)
     if sample.size == 1:
         return Estimate(float(sample[0]), np.nan, np.nan, 1)
-    if np.ptp(sample) == 0:  # every resample is the same: the interval is a point, and n says how little that is
+    if (
+        np.ptp(sample) == 0
+    ):  # every resample is the same: the interval is a point, and n says how little that is
         return Estimate(float(sample[0]), float(sample[0]), float(sample[0]), sample.size)
     interval = stats.bootstrap(
         (sample,),
@@ -98,7 +105,8 @@ def paired_difference(
 ) -> Paired:
     """Mean of first - second over paired seeds: bootstrap interval and exact sign-flip test.
 
-    The smallest two-sided p-value that n pairs can give is 2 / 2^n, so five pairs never reach 0.05 and six do.
+    The smallest two-sided p-value that n pairs can give is 2 / 2^n, so five pairs never reach 0.05 and six
+    do.
     """
     a, b = _finite("first", first), _finite("second", second)
     if a.shape != b.shape:

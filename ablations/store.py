@@ -1,8 +1,9 @@
-"""Where results live: under ``RUN/cells`` a finished cell is one Parquet file (a row) beside one JSON manifest.
+"""Where results live: under ``RUN/cells`` a finished cell is one Parquet file (a row) beside one JSON
+manifest.
 
-A cell is named by the hash of its canonical configuration. Both files are written to a temporary name and renamed,
-the Parquet file last: a cell is finished exactly when its Parquet file exists. Interrupting a run therefore loses at
-most the cells in flight, and running it again computes what is missing.
+A cell is named by the hash of its canonical configuration. Both files are written to a temporary name and
+renamed, the Parquet file last: a cell is finished exactly when its Parquet file exists. Interrupting a run
+therefore loses at most the cells in flight, and running it again computes what is missing.
 """
 
 from __future__ import annotations
@@ -73,11 +74,16 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def save(
-    out: Path | str, configuration: Mapping[str, Any], labels: Mapping[str, Any], row: Mapping[str, Any], device: str
+    out: Path | str,
+    configuration: Mapping[str, Any],
+    labels: Mapping[str, Any],
+    row: Mapping[str, Any],
+    device: str,
 ) -> str:
     """Write one finished cell and return its key.
 
-    `row` has the columns of SCHEMA (without the key); what it lacks is stored as null, an unknown column raises.
+    `row` has the columns of SCHEMA (without the key); what it lacks is stored as null, an unknown column
+    raises.
     """
     unknown = sorted(set(row) - set(SCHEMA.names))
     if unknown:
@@ -109,8 +115,8 @@ def finished(out: Path | str) -> set[str]:
     found = {_read_manifest(folder / f"{key}.json")["results_version"] for key in keys}
     if found - {RESULTS_VERSION}:
         raise ValueError(
-            f"out: {out} holds results of version {sorted(found)}, this code computes version {RESULTS_VERSION}; "
-            "numbers of different versions are not comparable. Use another directory."
+            f"out: {out} holds results of version {sorted(found)}, this code computes version "
+            f"{RESULTS_VERSION}; numbers of different versions are not comparable. Use another directory."
         )
     return keys
 
@@ -124,8 +130,9 @@ def statuses(out: Path | str, keys: Iterable[str]) -> dict[str, str]:
 def load(out: Path | str) -> pd.DataFrame:
     """All finished cells of a run, a row per (configuration, task, seed), failures included.
 
-    Beside SCHEMA's columns: task, arm, seed, role ("report", or "selection" for the cells that chose a learning
-    rate), learning_rate, dtype, device, task_name, task_version, and `model`, `train`, `task_params` as canonical JSON.
+    Beside SCHEMA's columns: task, arm, seed, role ("report", or "selection" for the cells that chose a
+    learning rate), learning_rate, dtype, device, task_name, task_version, and `model`, `train`, `task_params`
+    as canonical JSON.
 
     Raises FileNotFoundError where nothing is stored and ValueError where versions would mix.
     """
@@ -141,14 +148,18 @@ def load(out: Path | str) -> pd.DataFrame:
 
     def place(column: pd.Series) -> pd.Series:
         known = {name: i for i, name in enumerate(order.get(str(column.name), []))}
-        return column.map(lambda name: (known.get(name, len(known)), name)) if column.name in order else column
+        return (
+            column.map(lambda name: (known.get(name, len(known)), name)) if column.name in order else column
+        )
 
     by = ["task", "arm", "role", "learning_rate", "seed"]
     return pd.concat([described, results], axis=1).sort_values(by, key=place, ignore_index=True)
 
 
 def remember_order(out: Path | str, tasks: Iterable[str], arms: Iterable[str]) -> None:
-    """Keep the order of a grid's tasks and arms, in which `load` returns them; what is known already stays first."""
+    """Keep the order of a grid's tasks and arms, in which `load` returns them; what is known already stays
+    first.
+    """
     order = _read_order(out)
     for kind, names in (("task", tasks), ("arm", arms)):
         order[kind] = list(dict.fromkeys([*order.get(kind, []), *names]))
@@ -192,7 +203,11 @@ def _refuse_mixture(out: Path | str, manifests: list[dict[str, Any]]) -> None:
 
 
 def _write_manifest(
-    folder: Path, key: str, configuration: Mapping[str, Any], labels: Mapping[str, Any], where: Mapping[str, Any]
+    folder: Path,
+    key: str,
+    configuration: Mapping[str, Any],
+    labels: Mapping[str, Any],
+    where: Mapping[str, Any],
 ) -> None:
     manifest = {
         **{name: labels[name] for name in _LABELS},
@@ -218,7 +233,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"out: {path} is missing beside its Parquet file; delete the pair to recompute it") from None
+        raise ValueError(
+            f"out: {path} is missing beside its Parquet file; delete the pair to recompute it"
+        ) from None
 
 
 def _cells(out: Path | str) -> Path:

@@ -1,8 +1,8 @@
 """Train the seeds of one arm on one task as one batched model, and score each of them.
 
-A step is tensor operations on static buffers only: the schedule is a table read at the step's index and batches are
-read from a block generated ahead. On CUDA the whole step is therefore captured in one graph and replayed, and the host
-has nothing to do but generate a block of batches every BLOCK steps.
+A step is tensor operations on static buffers only: the schedule is a table read at the step's index and
+batches are read from a block generated ahead. On CUDA the whole step is therefore captured in one graph and
+replayed, and the host has nothing to do but generate a block of batches every BLOCK steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 import tasks
@@ -22,21 +22,27 @@ from ablations.grid import TrainSettings, state_size
 from prism import PrismConfig, PrismModel
 
 BLOCK = 32
-"""Steps whose batches are generated in one call; part of what a data stream is, so it moves with RESULTS_VERSION."""
+"""Steps whose batches are generated in one call; part of what a data stream is, so it moves with
+RESULTS_VERSION.
+"""
 
 _EVAL_ROWS = 256
 _WARM_UP_CALLS = 3
 
 
 def learning_rates(settings: TrainSettings) -> list[float]:
-    """Learning rate of every step: linear warm-up, then a half cosine down to `final_fraction` of the peak."""
+    """Learning rate of every step: linear warm-up, then a half cosine down to `final_fraction` of the
+    peak.
+    """
     warm, last = min(settings.warmup_steps, settings.steps - 1), settings.final_fraction
     rates = []
     for step in range(settings.steps):
         if step < warm:
             share = (step + 1) / (warm + 1)
         else:
-            share = last + (1 - last) * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, settings.steps - warm)))
+            share = last + (1 - last) * 0.5 * (
+                1 + math.cos(math.pi * (step - warm) / max(1, settings.steps - warm))
+            )
         rates.append(share * settings.learning_rate)
     return rates
 
@@ -44,7 +50,8 @@ def learning_rates(settings: TrainSettings) -> list[float]:
 class Trainer:
     """Members of one configuration, one per seed, on their own data streams.
 
-    Batch of member m at step t: rows (t mod BLOCK) * B .. of `task.batch(..., seed=seeds[m], step=t // BLOCK)`.
+    Batch of member m at step t: rows (t mod BLOCK) * B .. of `task.batch(..., seed=seeds[m], step=t //
+    BLOCK)`.
 
     cuda_graph: capture the step (default on CUDA). compile: pass the loss through torch.compile.
     """
@@ -112,7 +119,9 @@ class Trainer:
         return (hits.double() / scored).cpu(), (losses / scored).cpu()
 
     def train(self, on_step: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
-        """Train to the end and return a row per member, in the order of the seeds (columns of `store.SCHEMA`)."""
+        """Train to the end and return a row per member, in the order of the seeds (columns of
+        `store.SCHEMA`).
+        """
         started = time.perf_counter()
         settings, curves, logged = self.settings, _Curves(), self.steps_done
 
@@ -161,8 +170,12 @@ class Trainer:
 
     def _rows(self, split: str, rows: int) -> tuple[Tensor, Tensor]:
         if (split, rows) not in self._held_out:
-            batches = [self.task.batch(rows, seed=s, step=0, split=split, device=self.device) for s in self.seeds]
-            inputs, targets = (torch.stack([getattr(b, name) for b in batches]) for name in ("inputs", "targets"))
+            batches = [
+                self.task.batch(rows, seed=s, step=0, split=split, device=self.device) for s in self.seeds
+            ]
+            inputs, targets = (
+                torch.stack([getattr(b, name) for b in batches]) for name in ("inputs", "targets")
+            )
             self._held_out[split, rows] = inputs, targets
         return self._held_out[split, rows]
 
@@ -189,9 +202,7 @@ class Trainer:
             for tensor, value in zip(changed, kept, strict=True):
                 tensor.copy_(value)
 
-    def _result(
-        self, curves: _Curves, test: tuple[Tensor, Tensor], seconds: float
-    ) -> list[dict[str, Any]]:
+    def _result(self, curves: _Curves, test: tuple[Tensor, Tensor], seconds: float) -> list[dict[str, Any]]:
         task, config = self.task, self.ensemble.config
         rows = []
         for member, died in enumerate(self.optimiser.diverged_at.tolist()):

@@ -34,8 +34,12 @@ def make_rows():
                         "dtype": "float32",
                         "device": "cpu",
                         "scan_backend": "chunked",
-                        "model": store.canonical_json({"n_refine": 2, "activation": "gelu", "short_conv": 0, **model}),
-                        "train": store.canonical_json({"learning_rate": 0.01, "steps": 5, **(train or {}).get(arm, {})}),
+                        "model": store.canonical_json(
+                            {"n_refine": 2, "activation": "gelu", "short_conv": 0, **model}
+                        ),
+                        "train": store.canonical_json(
+                            {"learning_rate": 0.01, "steps": 5, **(train or {}).get(arm, {})}
+                        ),
                         "curve_step": [10, 20, 30],
                         "curve_val_accuracy": [0.5, 0.6, accuracy or float("nan")],
                     }
@@ -56,7 +60,14 @@ def grid_file(tmp_path):
             "GDN": {"base": "PRISM", "n_refine": 0},
         },
         "seeds": [0, 1],
-        "train": {"steps": 6, "batch_size": 4, "eval_every": 3, "val_size": 8, "test_size": 16, "warmup_steps": 1},
+        "train": {
+            "steps": 6,
+            "batch_size": 4,
+            "eval_every": 3,
+            "val_size": 8,
+            "test_size": 16,
+            "warmup_steps": 1,
+        },
     }
     path.write_text(json.dumps(content))
     return path

@@ -53,7 +53,9 @@ def test_a_credit_for_refinement_comes_with_the_arms_that_do_without(make_rows):
 
 def test_wording_follows_the_numbers(make_rows):
     def one(first, second):
-        rows = make_rows({("xor", "PRISM"): ({}, first), ("xor", "no GELU"): ({"activation": "identity"}, second)})
+        rows = make_rows(
+            {("xor", "PRISM"): ({}, first), ("xor", "no GELU"): ({"activation": "identity"}, second)}
+        )
         (found,) = claims.findings(rows)
         return found.verdict, found.text
 
@@ -75,7 +77,9 @@ def test_wording_follows_the_numbers(make_rows):
 
 
 def test_a_difference_of_any_sure_sign_inside_the_margin_is_alike(make_rows):
-    rows = make_rows({("xor", "PRISM"): ({}, [0.999] * 6), ("xor", "no GELU"): ({"activation": "identity"}, [0.99] * 6)})
+    rows = make_rows(
+        {("xor", "PRISM"): ({}, [0.999] * 6), ("xor", "no GELU"): ({"activation": "identity"}, [0.99] * 6)}
+    )
     (found,) = claims.findings(rows)
     assert found.verdict == "alike"
     assert found.difference.low > 0

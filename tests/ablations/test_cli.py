@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 import ablations
 from ablations.cli import app
+from prism import verify
 
 CHECKOUT = Path(ablations.__file__).resolve().parent.parent
 
@@ -15,7 +16,9 @@ def prism(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["verify"], ["ablate"], ["report"], ["probe"], ["bench"], ["tasks"]])
+@pytest.mark.parametrize(
+    "command", [[], ["demo"], ["verify"], ["ablate"], ["report"], ["probe"], ["bench"], ["tasks"]]
+)
 def test_every_command_has_help(command):
     result = prism(*command, "--help")
     assert result.exit_code == 0
@@ -50,7 +53,8 @@ def test_ablate_then_report_then_probe(grid_file, tmp_path):
 
 def test_ablate_from_flags(tmp_path):
     result = prism(
-        "ablate", "--task", "xor length=16", "--arm", "gdn d_model=8 n_layers=1", "--seeds", "1", "--steps", "2",
+        "ablate", "--task", "xor length=16", "--arm", "gdn d_model=8 n_layers=1", "--seeds", "1",
+        "--steps", "2",
         "--batch-size", "2", "--out", tmp_path,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -76,17 +80,27 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, mon
     assert "Traceback" not in result.output
 
 
-def test_verify_exits_with_1_when_a_comparison_fails(monkeypatch):
-    import prism.verify
-
-    monkeypatch.setattr(prism.verify, "main", lambda **_: False)
-    assert prism_("verify").exit_code == 1
-    monkeypatch.setattr(prism.verify, "main", lambda **_: True)
-    assert prism_("verify").exit_code == 0
-
-
-def prism_(*arguments):
-    return CliRunner().invoke(app, list(arguments))
+@pytest.mark.parametrize(
+    ("comparisons", "code", "message"),
+    [
+        ([("output", 1e-12, ""), ("state", 1e-11, "")], 0, "2 comparisons passed"),
+        ([("output", 1e-12, ""), ("gradient of k", 0.25, "")], 1, "gradient of k is off by 0.25"),
+        ([("output", float("inf"), "")], 1, "output is off by inf"),
+        ([("output", float("nan"), "")], 1, "output is off by nan"),
+        ([("output", 0.0, ""), ("all", float("nan"), "fla is not installed")], 0, "1 skipped"),
+        ([("all", float("nan"), "fla is not installed")], 1, "nothing was compared"),
+        ([], 1, "nothing was compared"),
+    ],
+)
+def test_verify_names_what_fails_and_exits_with_1(comparisons, code, message, monkeypatch):
+    made = [
+        verify.Comparison("L = 0 is GDN", tensor, error, 1e-10, "chunked", note)
+        for tensor, error, note in comparisons
+    ]
+    monkeypatch.setattr(verify, "run", lambda device: made)
+    result = prism("verify")
+    assert result.exit_code == code
+    assert message in result.output
 
 
 def test_tasks_are_listed():
@@ -117,7 +131,9 @@ def test_other_peoples_packages_are_named(tmp_path):
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "__init__.py").write_text("")
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import ablations"
-    result = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 1
     assert "ImportError: ablations needs prism-lab's own package 'tasks'" in result.stderr
     assert str(tmp_path / "tasks") in result.stderr

@@ -26,8 +26,12 @@ def trained_alone(config, seed, settings, steps):
     model = PrismModel(config, seed=seed).double()
     exempt = [p for p in model.parameters() if getattr(p, "_no_weight_decay", False)]
     others = [p for p in model.parameters() if not getattr(p, "_no_weight_decay", False)]
-    assert exempt and others
-    groups = [{"params": others, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+    assert exempt
+    assert others
+    groups = [
+        {"params": others, "weight_decay": settings.weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
     optimiser = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)
     block = TASK.batch(BLOCK * settings.batch_size, seed=seed, step=0)
     losses = []
@@ -36,7 +40,9 @@ def trained_alone(config, seed, settings, steps):
             group["lr"] = rate
         rows = slice(step * settings.batch_size, (step + 1) * settings.batch_size)
         logits = model(block.inputs[rows])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), block.targets[rows].flatten(), ignore_index=-100)
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), block.targets[rows].flatten(), ignore_index=-100
+        )
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
@@ -47,7 +53,12 @@ def trained_alone(config, seed, settings, steps):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"n_refine": 0}, {"anchor": "token", "activation": "identity"}, {"n_heads": 2, "n_value_heads": 4, "mlp_ratio": 0}],
+    [
+        {},
+        {"n_refine": 0},
+        {"anchor": "token", "activation": "identity"},
+        {"n_heads": 2, "n_value_heads": 4, "mlp_ratio": 0},
+    ],
     ids=["prism", "gdn", "token", "grouped"],
 )
 def test_a_member_equals_the_cell_trained_alone(changes):
@@ -59,7 +70,9 @@ def test_a_member_equals_the_cell_trained_alone(changes):
         together = trainer.ensemble.member(index).double()
         assert trainer.loss_sum[index].item() == pytest.approx(sum(losses), rel=1e-10)
         for (name, a), b in zip(together.named_parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                a, b, rtol=1e-8, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def test_a_member_does_not_depend_on_its_company():
@@ -87,7 +100,9 @@ def test_logits_are_those_of_the_models():
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_a_diverged_member_stands_still_and_the_others_never_notice(poison):
-    settings = TrainSettings(steps=10, batch_size=4, warmup_steps=1, learning_rate=1e-2, eval_every=5, clip=1.0)
+    settings = TrainSettings(
+        steps=10, batch_size=4, warmup_steps=1, learning_rate=1e-2, eval_every=5, clip=1.0
+    )
     clean, hurt = (Trainer(config(), TASK, settings, [0, 1, 2]) for _ in range(2))
     clean.step(), hurt.step()
     with torch.no_grad():
@@ -121,7 +136,9 @@ def test_weight_decay_leaves_marked_parameters_alone():
     optimiser = FlatAdamW(ensemble, [0.1], weight_decay=0.5)
     optimiser.step(torch.zeros_like(ensemble.flat), torch.zeros(1, dtype=torch.float64), torch.tensor([0]))
     marked = {
-        name for name, p in PrismModel(config(), seed=0).named_parameters() if getattr(p, "_no_weight_decay", False)
+        name
+        for name, p in PrismModel(config(), seed=0).named_parameters()
+        if getattr(p, "_no_weight_decay", False)
     }
     assert any("A_log" in name for name in marked)
     for name, value in ensemble.parameters().items():
@@ -209,7 +226,8 @@ def test_captured_step_equals_eager_steps_on_the_cpu(changes):
 def test_captured_step_equals_the_eager_step_on_the_same_device():
     settings = TrainSettings(steps=36, batch_size=8, learning_rate=5e-3, warmup_steps=5, eval_every=20)
     captured, eager = (
-        Trainer(config(), TASK, settings, [0, 1], device="cuda", cuda_graph=wanted) for wanted in (True, False)
+        Trainer(config(), TASK, settings, [0, 1], device="cuda", cuda_graph=wanted)
+        for wanted in (True, False)
     )
     for _ in range(36):  # across a block of batches, so that replay sees new contents
         captured.step()

@@ -99,7 +99,10 @@ def test_selection_uses_other_seeds():
         ({"tasks": {}}, "tasks: expected at least one entry"),
         ({"tasks": {"nonsense": {}}}, "expected a registered task"),
         ({"arms": {"a": {"preset": "gdn", "d_modell": 8}}}, "expected a known field"),
-        ({"arms": {**ARMS, "b": {"base": "gdn", "d_modell": 8}}}, r"arms: 'b': expected fields among .* \['d_modell'\]"),
+        (
+            {"arms": {**ARMS, "b": {"base": "gdn", "d_modell": 8}}},
+            r"arms: 'b': expected fields among .* \['d_modell'\]",
+        ),
         ({"arms": {**ARMS, "again": {"base": "gdn"}}}, "'gdn' and 'again' are the same configuration"),
         ({"arms": {"a": {"base": "b"}, "b": {"base": "a"}}}, "a -> b -> a refer to each other"),
         ({"arms": {"a": {"base": "missing"}}}, "arm: expected one of"),
@@ -118,7 +121,8 @@ def test_bad_grids_are_refused(changes, message):
     "changes",
     [
         {"steps": 0}, {"steps": 1.5}, {"steps": True}, {"learning_rate": 0}, {"learning_rate": float("nan")},
-        {"weight_decay": -1}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}, {"dtype": "float16"}, {"warmup_steps": -1},
+        {"weight_decay": -1}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}, {"dtype": "float16"},
+        {"warmup_steps": -1},
         {"clip": -0.1}, {"eval_every": 0},
     ],
 )  # fmt: skip
@@ -163,7 +167,10 @@ def test_grid_mappings_name_what_is_wrong():
 
 
 def test_flags():
-    assert parse_task("mqar pairs=2 length=16") == ("mqar pairs=2 length=16", {"task": "mqar", "pairs": 2, "length": 16})
+    assert parse_task("mqar pairs=2 length=16") == (
+        "mqar pairs=2 length=16",
+        {"task": "mqar", "pairs": 2, "length": 16},
+    )
     assert parse_arm("prism anchor=token output_gate=false")[1] == {
         "preset": "prism", "anchor": "token", "output_gate": False,
     }  # fmt: skip

@@ -32,9 +32,12 @@ def test_summary_counts_failures_and_keeps_n(rows):
     single = summary.loc[("parity", "GDN")]
     assert single["n"] == 1
     assert np.isnan(single["success_low"])
-    assert report.cells_of(single.rename(("parity", "GDN")).to_frame().T.reset_index(names=["task", "arm"]).iloc[0])[
-        "accuracy"
-    ] == "0.600 [n = 1]"
+    assert (
+        report.cells_of(
+            single.rename(("parity", "GDN")).to_frame().T.reset_index(names=["task", "arm"]).iloc[0]
+        )["accuracy"]
+        == "0.600 [n = 1]"
+    )
 
 
 def test_an_arm_whose_seeds_all_failed_is_still_in_the_table(make_rows):

@@ -39,11 +39,17 @@ def forget(out, rows):
 
 def test_a_row_per_cell_and_a_second_run_computes_nothing(grid, tmp_path, monkeypatch):
     rows = run(grid, tmp_path / "run")
-    assert list(zip(rows["arm"], rows["seed"], strict=True)) == [("PRISM", 0), ("PRISM", 1), ("GDN", 0), ("GDN", 1)]
+    assert list(zip(rows["arm"], rows["seed"], strict=True)) == [
+        ("PRISM", 0),
+        ("PRISM", 1),
+        ("GDN", 0),
+        ("GDN", 1),
+    ]
     assert set(rows["status"]) == {"ok"}
     assert rows["test_accuracy"].between(0, 1).all()
     assert rows["scan_backend"].unique().tolist() == ["chunked"]
-    assert (rows["parameters"] > 0).all() and (rows["state_size"] == 64).all()
+    assert (rows["parameters"] > 0).all()
+    assert (rows["state_size"] == 64).all()
     assert [list(curve) for curve in rows["curve_step"]] == [[3, 6]] * 4
     monkeypatch.setattr(runner, "Trainer", None)
     again = run(grid, tmp_path / "run")
@@ -68,7 +74,9 @@ def test_only_what_is_missing_is_computed_and_gives_the_same_numbers(grid, tmp_p
 
 def test_two_workers_give_the_rows_of_one(grid, tmp_path):
     one, two = run(grid, tmp_path / "1"), run(grid, tmp_path / "2", workers=2)
-    pd.testing.assert_frame_equal(one[["arm", "seed", "key", *RESULTS]], two[["arm", "seed", "key", *RESULTS]], rtol=1e-4)
+    pd.testing.assert_frame_equal(
+        one[["arm", "seed", "key", *RESULTS]], two[["arm", "seed", "key", *RESULTS]], rtol=1e-4
+    )
     assert torch.get_num_threads() >= 1
 
 
@@ -83,7 +91,8 @@ def test_an_exception_becomes_the_rows_of_its_cells(grid, tmp_path, monkeypatch)
     assert rows.groupby("arm")["status"].unique().map(list).to_dict() == {"GDN": ["error"], "PRISM": ["ok"]}
     failed = rows[rows["arm"] == "GDN"]
     assert failed["error"].str.contains("no memory <here>").all()
-    assert (failed["parameters"] > 0).all() and failed["test_accuracy"].isna().all()
+    assert (failed["parameters"] > 0).all()
+    assert failed["test_accuracy"].isna().all()
     monkeypatch.undo()
     assert "error" in set(run(grid, tmp_path)["status"])  # a failure is a result until it is asked for again
     assert set(run(grid, tmp_path, retry_failed=True)["status"]) == {"ok"}
@@ -99,14 +108,19 @@ def test_renaming_an_arm_trains_nothing(grid, tmp_path, monkeypatch):
 def test_a_learning_rate_is_chosen_on_validation_and_reported_with_fresh_seeds(grid, tmp_path):
     rates = [1e-5, 2e-2]
     tuned = dataclasses.replace(
-        grid, learning_rates=rates, selection_seeds=[10, 11], train={**dataclasses.asdict(grid.train), "steps": 40}
+        grid,
+        learning_rates=rates,
+        selection_seeds=[10, 11],
+        train={**dataclasses.asdict(grid.train), "steps": 40},
     )
     rows = run(tuned, tmp_path)
     assert rows["role"].value_counts().to_dict() == {"selection": 8, "report": 4}
     report, selection = (rows[rows["role"] == role] for role in ("report", "selection"))
     assert set(report["seed"]).isdisjoint(selection["seed"])
     for arm in ("PRISM", "GDN"):
-        scores = selection[selection["arm"] == arm].groupby("learning_rate")[["val_accuracy", "val_loss"]].mean()
+        scores = (
+            selection[selection["arm"] == arm].groupby("learning_rate")[["val_accuracy", "val_loss"]].mean()
+        )
         best = scores.sort_values(["val_accuracy", "val_loss"], ascending=[False, True]).index[0]
         assert report[report["arm"] == arm]["learning_rate"].unique().tolist() == [best]
 
@@ -115,7 +129,8 @@ def test_a_rate_at_which_a_seed_diverged_is_not_chosen():
     rows = pd.DataFrame(
         {
             "role": "selection", "task": "t", "arm": "a",
-            "learning_rate": [0.1, 0.1, 0.2, 0.2, 0.3, 0.3], "status": ["ok", "diverged", "ok", "ok", "ok", "ok"],
+            "learning_rate": [0.1, 0.1, 0.2, 0.2, 0.3, 0.3],
+            "status": ["ok", "diverged", "ok", "ok", "ok", "ok"],
             "val_accuracy": [1.0, None, 0.8, 0.8, 0.8, 0.8], "val_loss": [0.0, None, 0.4, 0.4, 0.3, 0.3],
         }
     )  # fmt: skip
@@ -149,10 +164,18 @@ def test_ctrl_c_keeps_finished_cells_and_a_rerun_skips_them(tmp_path, workers):
     content = {
         "tasks": {"xor": {"length": 16}},
         "arms": {
-            f"GDN {width}": {"preset": "gdn", "d_model": width, "n_layers": 1, "mlp_ratio": 0} for width in (4, 6, 8)
+            f"GDN {width}": {"preset": "gdn", "d_model": width, "n_layers": 1, "mlp_ratio": 0}
+            for width in (4, 6, 8)
         },
         "seeds": [0],
-        "train": {"steps": 1, "batch_size": 2, "eval_every": 1, "val_size": 2, "test_size": 2, "warmup_steps": 0},
+        "train": {
+            "steps": 1,
+            "batch_size": 2,
+            "eval_every": 1,
+            "val_size": 2,
+            "test_size": 2,
+            "warmup_steps": 0,
+        },
         # The largest cost is trained first, so the two long arms are put after the short one by their cost.
         "overrides": [{"arm": f"GDN {width}", "steps": 100_000, "batch_size": 1} for width in (6, 8)],
     }
@@ -165,14 +188,18 @@ def test_ctrl_c_keeps_finished_cells_and_a_rerun_skips_them(tmp_path, workers):
             from ablations.grid import Grid
             runner._cost = lambda group: 1.0 / group[0].train.steps  # short ones first
             if __name__ == "__main__":
-                runner.run(Grid(**json.loads({json.dumps(content)!r})), sys.argv[1], workers={workers}, progress=False)
+                grid = Grid(**json.loads({json.dumps(content)!r}))
+                runner.run(grid, sys.argv[1], workers={workers}, progress=False)
             """
         )
     )
     out = tmp_path / "run"
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, str(script), str(out)], env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        [sys.executable, str(script), str(out)],
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
     )
     try:
         deadline = time.monotonic() + 120
@@ -190,7 +217,7 @@ def test_ctrl_c_keeps_finished_cells_and_a_rerun_skips_them(tmp_path, workers):
     rows = store.load(out)
     assert rows["arm"].tolist() == ["GDN 4"]
     assert rows["status"].tolist() == ["ok"]
-    # The same grid again, its long arms made short by other cells' names: the finished cell is not trained again.
+    # The same grid with its long arms made short: the finished cell is not trained again.
     short = Grid(**{**content, "overrides": []})
     before = next((out / "cells").glob("*.parquet")).stat().st_mtime_ns
     again = run(short, out)

@@ -70,7 +70,9 @@ def test_paired_difference_uses_the_pairs():
 
 
 def test_five_pairs_never_reach_five_percent():
-    assert paired_difference(np.full(5, 0.9) + np.arange(5) / 100, np.full(5, 0.1)).p_value == pytest.approx(2 / 2**5)
+    assert paired_difference(np.full(5, 0.9) + np.arange(5) / 100, np.full(5, 0.1)).p_value == pytest.approx(
+        2 / 2**5
+    )
 
 
 def test_paired_difference_of_equal_arms():
