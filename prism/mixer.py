@@ -218,7 +218,7 @@ class PrismMixer(nn.Module):
         o, state = self._scan(q, scan_k, scan_v, log_decay, scan_beta, write_k, write_v, state, use_cache)
         if points.active:
             o = points.fire("out", o)
-        o = F.rms_norm(o, o.shape[-1:], self.norm, config.norm_eps)
+        o = F.rms_norm(o.to(self.norm.dtype), o.shape[-1:], self.norm, config.norm_eps)
         if gate is not None:
             o = o * F.silu(gate.unflatten(-1, o.shape[-2:]))
         y = F.linear(o.flatten(-2), self.out_proj)

@@ -1,0 +1,349 @@
+"""The mixer against its equations, token by token; every ingredient; step-by-step decoding; numerics."""
+
+import itertools
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prism import PrismConfig, PrismMixer
+from prism.config import PRESETS
+from prism.mixer import MIXERS, register
+
+GROUPED = {"n_heads": 2, "n_value_heads": 4, "head_dim": 5, "expand_v": 1.4}
+
+
+def build(preset="prism", seed=0, dtype=torch.float64, d_model=12, **changes):
+    config = PrismConfig.preset(preset, vocab_size=1, d_model=d_model, **changes)
+    return PrismMixer(config, seed=seed).to(dtype)
+
+
+def inputs(T=11, d=12, B=2, seed=0, dtype=torch.float64):
+    return torch.randn(B, T, d, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def by_the_equations(mixer, x):
+    """y for one sequence x [T, d] with states as V x K matrices: one token, one value head, one step at a time."""
+    c, w = mixer.config, dict(mixer.named_parameters())
+    H, HV, K, V, L = c.n_heads, c.value_heads, c.key_dim, c.value_dim, c.n_refine
+    rows = dict(zip(mixer.rows, w["in_proj"].split(list(mixer.rows.values())), strict=True))
+    phi = {"gelu": lambda z: z * 0.5 * (1 + torch.erf(z / math.sqrt(2))), "identity": lambda z: z}[c.activation]
+
+    def norm(z):
+        return z / torch.sqrt((z * z).sum() + 1e-6)
+
+    def convolved(sequence, taps, t):
+        width = taps.shape[1]
+        return sum(taps[:, width - 1 - j] * sequence[t - j] for j in range(width) if t - j >= 0)
+
+    def anchor_at(t):
+        u = F.silu(convolved(x, w["anchor.conv"], t)) if c.anchor == "shortconv" else F.silu(x[t])
+        return w["anchor.proj"] @ u if "anchor.proj" in w else u
+
+    S = [x.new_zeros(V, K) for _ in range(HV)]
+    projected = []
+    outs = []
+    for t in range(x.shape[0]):
+        u = anchor_at(t) if "refine.proj" in w else None
+        source = u if c.source == "anchor" else x[t]
+        projected.append(torch.cat([rows[n] @ source for n in "qkv"]))
+        z = convolved(projected, w["conv"], t) if c.short_conv else projected[t]
+        z = F.silu(z) if c.qkv_activation == "silu" else z
+        q, k, v = z.split([mixer.rows[n] for n in "qkv"])
+        if "refine.proj" in w:
+            n_keys, n_gains = HV * L * K, HV * L * V
+            if c.refine_rank is None:
+                kappas, gains, gates = (w["refine.proj"] @ u).split([n_keys, n_gains, HV * L])
+                kappas, gains = kappas.view(HV, L, K), gains.view(HV, L, V)
+            else:
+                r = c.refine_rank
+                low_k, low_p, gates = (w["refine.proj"] @ u).split([L * r, L * r, HV * L])
+                kappas = torch.stack([w["refine.up_key"][l] @ low_k.view(L, r)[l] for l in range(L)])
+                gains = torch.stack([w["refine.up_gain"][l] @ low_p.view(L, r)[l] for l in range(L)])
+                kappas, gains = kappas.view(L, HV, K).transpose(0, 1), gains.view(L, HV, V).transpose(0, 1)
+            gates = gates.view(HV, L)
+        heads = []
+        for j in range(HV):
+            i = j // (HV // H)
+            qj, vj = q.view(H, K)[i], v.view(HV, V)[j]
+            qj = norm(qj) if c.qk_norm else qj
+            decay = (rows["decay"] @ source)[j]
+            if c.decay == "gdn":
+                alpha = torch.exp(-w["A_log"][j].exp() * torch.log1p(torch.exp(decay + w["dt_bias"][j])))
+            else:
+                alpha = torch.sigmoid(decay)
+            S[j] = alpha * S[j]
+            writes = []
+            if "refine.proj" in w:
+                r = vj - u.view(HV, V)[j] if c.residual_start == "value-anchor" else vj
+                for l in range(L):
+                    kappa = norm(kappas[j, l]) if c.refine_key_norm else kappas[j, l]
+                    gain = torch.sigmoid(gains[j, l]) if c.gain == "sigmoid" else gains[j, l]
+                    bias = w["refine.gate_bias"][j, l] if "refine.gate_bias" in w else 0.0
+                    b = gates[j, l] + bias
+                    b = torch.sigmoid(b) if c.step_gate == "sigmoid" else b
+                    delta = phi(gain * r)
+                    r = r - delta
+                    writes.append((b, delta, kappa))
+            if c.erase == "step":
+                b, _, kappa = writes[0]
+                S[j] = S[j] - b * torch.outer(S[j] @ kappa, kappa)
+            else:
+                kj = norm(k.view(H, K)[i])
+                beta = torch.sigmoid((rows["beta"] @ source)[j])
+                S[j] = S[j] + beta * torch.outer(vj - S[j] @ kj, kj)
+            for b, delta, kappa in writes:
+                S[j] = S[j] + b * torch.outer(delta, kappa)
+            o = S[j] @ qj * (c.scale if c.scale is not None else K**-0.5)
+            heads.append(o / torch.sqrt((o * o).mean() + c.norm_eps) * w["norm"])
+        outs.append(w["out_proj"] @ (torch.cat(heads) * F.silu(rows["gate"] @ source)))
+    return torch.stack(outs), torch.stack(S)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("sizes", [{}, GROUPED], ids=["square", "grouped"])
+def test_presets_are_the_equations(preset, sizes):
+    mixer, x = build(preset, **sizes), inputs()
+    y, cache = mixer(x, use_cache=True)
+    for b in range(2):
+        expected, state = by_the_equations(mixer, x[b])
+        torch.testing.assert_close(y[b], expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(cache.state[b].transpose(-1, -2), state, rtol=1e-10, atol=1e-10)
+
+
+AXES = {
+    "n_refine": [1, 3],
+    "activation": ["silu", "tanh", "identity"],
+    "anchor": ["token", "none", "state"],
+    "anchor_width": [2, 7],
+    "gain": ["sigmoid", "one"],
+    "refine_keys": ["shared", "base"],
+    "refine_key_norm": [False],
+    "refine_rank": [3],
+    "residual": ["keep"],
+    "residual_start": ["value"],
+    "step_gate": ["two_sigmoid", "raw"],
+    "step_gate_bias": [2.0],
+    "base_write": [False],
+    "erase": ["two_sigmoid", "raw", "none"],
+    "decay": ["sigmoid", "none"],
+    "short_conv": [0, 2],
+    "qkv_activation": ["identity"],
+    "qk_norm": [False],
+    "scale": [0.1],
+    "source": ["anchor"],
+    "output_gate": [False],
+    "norm_eps": [0.1],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in AXES.items() for v in values])
+def test_every_ingredient_changes_the_output(name, value):
+    x = inputs()
+    base, other = build(n_heads=2), build(n_heads=2, **{name: value})
+    y, z = base(x), other(x)
+    assert y.shape == z.shape
+    assert (y - z).abs().max() > 1e-3 * y.abs().max()
+    z.square().mean().backward()
+    idle = [n for n, p in other.named_parameters() if p.grad is None or not p.grad.any()]
+    assert not idle, f"parameters without gradient: {idle}"
+
+
+def test_every_axis_of_the_configuration_is_covered():
+    of_the_skeleton = {"vocab_size", "d_model", "n_layers", "n_heads", "n_value_heads", "head_dim", "expand_v"}
+    of_the_skeleton |= {"mlp_ratio", "mixer", "tie_embeddings", "scan_backend"}
+    assert set(AXES) == set(PrismConfig(1).to_dict()) - of_the_skeleton
+
+
+def test_level_zero_has_exactly_the_parameters_of_gated_deltanet():
+    mixer = build("gdn", **GROUPED)
+    d, H, HV, K, V = 12, 2, 4, 5, 7
+    assert sum(p.numel() for p in mixer.parameters()) == (
+        2 * H * K * d + 3 * HV * V * d + 2 * HV * d + (2 * H * K + HV * V) * 4 + 2 * HV + V
+    )
+    assert set(dict(mixer.named_parameters())) == {"in_proj", "conv", "A_log", "dt_bias", "norm", "out_proj"}
+
+
+def test_initial_values_are_gated_deltanets():
+    config = PrismConfig.preset("gdn", vocab_size=1, d_model=64, n_heads=2, head_dim=8, n_value_heads=512)
+    mixer = PrismMixer(config, seed=0)
+    A, dt = mixer.A_log.detach().exp(), F.softplus(mixer.dt_bias.detach())
+    assert 0 < A.min() < 0.5
+    assert 15.5 < A.max() <= 16
+    assert 1e-3 - 1e-6 < dt.min() < 1.1e-3
+    assert 0.09 < dt.max() < 0.1 + 1e-6
+    assert abs(float(dt.log().mean()) - 0.5 * (math.log(1e-3) + math.log(0.1))) < 0.15
+    bound = 64**-0.5
+    assert 0.99 * bound < mixer.in_proj.abs().max() <= bound
+    assert 0.49 < mixer.conv.abs().max() <= 0.5
+    assert (mixer.norm == 1).all()
+    assert mixer.A_log._no_weight_decay
+    assert mixer.dt_bias._no_weight_decay
+
+
+def test_decay_parameters_survive_bfloat16():
+    for seed in range(20):
+        mixer = PrismMixer(PrismConfig.preset("gdn", vocab_size=1, n_heads=16, d_model=64), seed, dtype=torch.bfloat16)
+        other = PrismMixer(mixer.config, seed=99, dtype=torch.bfloat16)
+        other.load_state_dict(mixer.state_dict())
+        for name in ("A_log", "dt_bias"):
+            mine, theirs = getattr(mixer, name), getattr(other, name)
+            assert mine.isfinite().all()
+            assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16))
+            assert theirs._no_weight_decay
+
+
+@pytest.mark.parametrize("anchor", ["state", "shortconv"])
+def test_serial_anchor_is_the_true_read(anchor):
+    """The state anchor against its own definition: u_t = Sbar_t k_t with the states of the same run."""
+    from prism import PrismModel
+
+    config = PrismConfig(7, d_model=12, n_layers=1, anchor=anchor, **GROUPED)
+    model = PrismModel(config, seed=1).double()
+    tokens = torch.randint(7, (2, 9), generator=torch.Generator().manual_seed(0))
+    _, cache = model.run_with_cache(tokens)
+    states = cache.state(0, range(9))
+    before = F.pad(states, (0, 0, 0, 0, 0, 0, 1, 0))[:, :9]
+    decay = cache["blocks.0.mixer.log_decay"].exp()
+    key = cache["blocks.0.mixer.k"].repeat_interleave(2, 2)
+    read = torch.einsum("bthkv,bthk,bth->bthv", before, key, decay)
+    same = torch.allclose(read, cache["blocks.0.mixer.anchor"], rtol=1e-10, atol=1e-12)
+    assert same == (anchor == "state")
+
+
+def test_serial_anchor_passes_gradients_and_continues_from_a_cache():
+    mixer, x = build(anchor="state"), inputs(T=6)
+    assert torch.autograd.gradcheck(lambda x: mixer(x), x[:1, :3].clone().requires_grad_())
+    whole = mixer(x)
+    first, cache = mixer(x[:, :2], use_cache=True)
+    torch.testing.assert_close(torch.cat([first, mixer(x[:, 2:], cache)], 1), whole)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    preset=st.sampled_from(sorted(PRESETS)),
+    cuts=st.lists(st.integers(1, 12), max_size=4),
+    widths=st.tuples(st.integers(0, 5), st.integers(1, 5)),
+    grouped=st.booleans(),
+)
+def test_any_split_with_a_cache_is_one_pass(preset, cuts, widths, grouped):
+    changes = dict(GROUPED) if grouped else {}
+    changes |= {"anchor_width": widths[1]} | ({"short_conv": widths[0]} if preset != "paper" else {})
+    mixer, x = build(preset, **changes), inputs(T=13)
+    whole, end = mixer(x, use_cache=True)
+    parts, cache = [], None
+    for start, stop in itertools.pairwise([0, *sorted(set(cuts)), 13]):
+        y, cache = mixer(x[:, start:stop], cache, use_cache=True)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-11)
+    for mine, theirs in zip(cache, end, strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+    assert mixer.state_size() == (
+        end.state[0].numel(),
+        sum(t[0].numel() for t in (end.conv, end.anchor) if t is not None),
+    )
+
+
+def test_token_by_token_is_the_parallel_pass_in_float32():
+    mixer, x = build(dtype=torch.float32), inputs(T=40, dtype=torch.float32)
+    parts, cache = [], None
+    for t in range(40):
+        y, cache = mixer(x[:, t : t + 1], cache, use_cache=True)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), mixer(x), rtol=1e-4, atol=2e-5)
+
+
+def test_a_cache_is_a_value():
+    mixer, x = build(), inputs(T=9)
+    _, cache = mixer(x[:, :4], use_cache=True)
+    kept = [t.clone() for t in cache]
+    once = mixer(x[:, 4:], cache, use_cache=True)[0]
+    again = mixer(x[:, 4:], cache, use_cache=True)[0]
+    assert torch.equal(once, again)
+    assert all(torch.equal(a, b) for a, b in zip(cache, kept, strict=True))
+
+
+@pytest.mark.parametrize("T", range(1, 18))
+def test_short_sequences_and_both_backends(T):
+    x = inputs(T=T)
+    a, b = (build(scan_backend=name, **GROUPED)(x) for name in ("recurrent", "chunked"))
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_a_named_backend_that_cannot_run_refuses():
+    mixer = build(scan_backend="triton", dtype=torch.float64)
+    with pytest.raises(ValueError, match="triton"):
+        mixer(inputs())
+    assert mixer.backend(inputs()) == "triton"
+    assert build().backend(inputs()) == "chunked"
+    assert build(scan_backend="recurrent").backend(inputs()) == "recurrent"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_bfloat16_autocast_keeps_the_state_in_float32(preset):
+    mixer, x = build(preset, dtype=torch.float32, **GROUPED), inputs(T=65, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, cache = mixer(x, use_cache=True)
+    y.float().square().mean().backward()
+    assert cache.state.dtype == torch.float32
+    assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in mixer.parameters())
+    assert (y - mixer(x)).abs().max() < 0.1 * mixer(x).abs().max()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_bfloat16_parameters(preset):
+    mixer, x = build(preset, dtype=torch.bfloat16), inputs(T=20, dtype=torch.bfloat16)
+    y, cache = mixer(x, use_cache=True)
+    assert y.dtype == torch.bfloat16
+    assert cache.state.dtype == torch.float32
+    assert y.isfinite().all()
+
+
+def test_paper_overflows_in_plain_sight_and_bounded_gates_do_not():
+    x = 3 * inputs(T=600, d=32, dtype=torch.float32)
+    paper = build("paper", d_model=32, dtype=torch.float32, anchor="none")
+    bounded = build("paper", d_model=32, dtype=torch.float32, anchor="none", step_gate="sigmoid", refine_key_norm=True)
+    with torch.no_grad():
+        for mixer in (paper, bounded):
+            mixer.refine.proj *= 6
+        assert not paper(x).isfinite().all()
+        assert bounded(x).isfinite().all()
+
+
+def test_the_degenerate_chain_writes_once():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mixer = build(gain="one", activation="identity", n_refine=3)
+    u = torch.randn(1, 2, 1, 12, dtype=torch.float64)
+    refined = mixer.refine(u, torch.randn_like(u), None)
+    assert not refined.delta[..., 1:, :].any()
+    assert refined.delta[..., 0, :].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised inside Dynamo
+def test_compiled_twice_keeps_the_first_output():
+    mixer = build(dtype=torch.float32)
+    compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True)
+    x, z = inputs(dtype=torch.float32), inputs(seed=1, dtype=torch.float32)
+    with torch.no_grad():
+        first = compiled(x)
+        kept = first.clone()
+        second = compiled(z)
+    assert torch.equal(first, kept)
+    torch.testing.assert_close(first, mixer(x))
+    torch.testing.assert_close(second, mixer(z))
+
+
+def test_registry():
+    with pytest.raises(ValueError, match="register: expected a new name, came 'prism'"):
+        register("prism")(torch.nn.Identity)
+    from prism import PrismModel
+
+    with pytest.raises(ValueError, match="mixer: expected one of attention, prism, came 'mamba'"):
+        PrismModel(PrismConfig(4, mixer="mamba"))
+    assert {"prism", "attention"} <= set(MIXERS)

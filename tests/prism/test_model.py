@@ -1,0 +1,223 @@
+"""The skeleton: seeds, ensembles, causality, caches, saving; and attention as its other mixer."""
+
+import json
+
+import pytest
+import torch
+from torch.func import functional_call, stack_module_state, vmap
+
+from prism import PrismConfig, PrismModel, attention
+from prism.config import PRESETS
+
+SMALL = {"vocab_size": 13, "d_model": 8}
+CONFIGS = {name: PrismConfig.preset(name, **SMALL) for name in PRESETS}
+CONFIGS["attention"] = PrismConfig(mixer="attention", n_heads=2, n_value_heads=4, head_dim=5, **SMALL)
+CONFIGS["bare"] = PrismConfig(mlp_ratio=0, short_conv=0, output_gate=False, tie_embeddings=True, **SMALL)
+
+
+def tokens(B=2, T=11, seed=0):
+    return torch.randint(13, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shapes_causality_and_gradients(name):
+    model = PrismModel(CONFIGS[name], seed=0).double()
+    x = tokens()
+    logits = model(x)
+    assert logits.shape == (2, 11, 13)
+    changed = x.clone()
+    changed[:, 6:] = (changed[:, 6:] + 1) % 13
+    after = model(changed)
+    torch.testing.assert_close(after[:, :6], logits[:, :6], rtol=0, atol=1e-12)
+    assert (after[:, 6:] != logits[:, 6:]).any(-1).all()
+    logits.square().mean().backward()
+    idle = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert not idle
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_decoding_token_by_token_is_the_parallel_pass(name):
+    model, x = PrismModel(CONFIGS[name], seed=0).double(), tokens()
+    whole = model(x)
+    parts, cache = [], None
+    for t in range(4):
+        logits, cache = model(x[:, t : t + 1], cache, use_cache=True)
+        parts.append(logits)
+    rest = model(x[:, 4:], cache)
+    torch.testing.assert_close(torch.cat([*parts, rest], 1), whole, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(model(x[:, 4:], cache), rest, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_state_size_is_what_a_cache_holds(name):
+    model = PrismModel(CONFIGS[name], seed=0)
+    _, cache = model(tokens(B=1), use_cache=True)
+    state, tails = model.state_size()
+    if name == "attention":
+        assert (state, tails) == (0, 0)
+        return
+    assert state == sum(layer.state.numel() for layer in cache)
+    assert tails == sum(t.numel() for layer in cache for t in (layer.conv, layer.anchor) if t is not None)
+
+
+def test_number_of_parameters():
+    for config in CONFIGS.values():
+        model = PrismModel(config, seed=0)
+        assert model.num_parameters() == sum(t.numel() for t in model.state_dict().values())
+    tied, untied = (PrismModel(PrismConfig(tie_embeddings=tie, **SMALL), seed=0) for tie in (True, False))
+    assert untied.num_parameters() - tied.num_parameters() == 13 * 8
+
+
+def test_initial_values_are_a_function_of_the_seed_alone():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = PrismModel(CONFIGS["prism"], seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    second, third = PrismModel(CONFIGS["prism"], seed=5), PrismModel(CONFIGS["prism"], seed=6)
+    for name, parameter in first.named_parameters():
+        assert torch.equal(parameter, second.get_parameter(name))
+    assert not torch.equal(first.embedding, third.embedding)
+    assert not torch.equal(first.blocks[0].mixer.in_proj, first.blocks[1].mixer.in_proj)
+
+
+def test_without_a_seed_the_global_generator_governs():
+    torch.manual_seed(3)
+    first, other = PrismModel(CONFIGS["gdn"]), PrismModel(CONFIGS["gdn"])
+    torch.manual_seed(3)
+    again = PrismModel(CONFIGS["gdn"])
+    assert torch.equal(first.embedding, again.embedding)
+    assert not torch.equal(first.embedding, other.embedding)
+    with pytest.raises(ValueError, match="seed: expected an int or None, came 'a'"):
+        PrismModel(CONFIGS["gdn"], seed="a")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_refine": 0},
+        {"n_refine": 4},
+        {"activation": "identity"},
+        {"anchor": "token"},
+        {"gain": "one"},
+        {"refine_keys": "shared"},
+        {"short_conv": 0},
+        {"output_gate": False},
+        {"erase": "two_sigmoid"},
+        {"n_layers": 3},
+        {"mlp_ratio": 0},
+    ],
+    ids=str,
+)
+def test_arms_that_differ_in_one_ingredient_start_alike(changes):
+    """Every value that both arms have is the same, fused rows and single steps included."""
+    base = PrismModel(CONFIGS["prism"], seed=7)
+    arm = PrismModel(CONFIGS["prism"].replace(**changes), seed=7)
+
+    def values(model):
+        found = {}
+        for name, p in model.named_parameters():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if name.endswith("mixer.in_proj"):
+                rows = zip(owner.rows, p.split(list(owner.rows.values())), strict=True)
+                found |= {f"{name}.{n}": t for n, t in rows if t.numel()}
+            elif name.endswith("refine.proj"):
+                for kind, rows, steps in zip(
+                    ("key", "gain", "gate"), p.split(owner.sizes), (owner.n_keys, owner.n_gains, None), strict=True
+                ):
+                    steps = owner.config.n_refine if steps is None else steps
+                    if steps:
+                        per_step = rows.view(owner.config.value_heads, steps, -1, p.shape[1])
+                        found |= {f"{name}.{kind}.{l}": per_step[:, l] for l in range(steps)}
+            else:
+                found[name] = p
+        return found
+
+    mine, theirs = values(base), values(arm)
+    shared = mine.keys() & theirs.keys()
+    assert len(shared) >= len(theirs) / 2
+    different = [name for name in shared if not torch.equal(mine[name], theirs[name])]
+    assert not different
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_members_of_a_vmapped_stack_are_single_models(name):
+    models = [PrismModel(CONFIGS[name], seed=i).double() for i in range(3)]
+    stacked, _ = stack_module_state(models)
+    x = torch.stack([tokens(seed=i) for i in range(3)])
+    logits = vmap(lambda p, t: functional_call(models[0], p, (t,)))(stacked, x)
+    logits.square().mean((1, 2, 3)).sum().backward()
+    for i, model in enumerate(models):
+        expected = model(x[i])
+        torch.testing.assert_close(logits[i], expected, rtol=1e-10, atol=1e-12)
+        expected.square().mean().backward()
+        for parameter_name, parameter in model.named_parameters():
+            mine = stacked[parameter_name].grad[i]
+            torch.testing.assert_close(mine, parameter.grad, rtol=1e-9, atol=1e-12, msg=parameter_name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_and_loaded_bit_for_bit(tmp_path, dtype):
+    model = PrismModel(CONFIGS["prism"], seed=1, dtype=dtype)
+    model.save_pretrained(tmp_path / "model")
+    assert sorted(f.name for f in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+    loaded = PrismModel.from_pretrained(tmp_path / "model")
+    assert loaded.config == model.config
+    for name, parameter in model.named_parameters():
+        other = loaded.get_parameter(name)
+        assert other.dtype == dtype
+        assert torch.equal(other.view(torch.uint8), parameter.view(torch.uint8))
+        assert getattr(other, "_no_weight_decay", False) == getattr(parameter, "_no_weight_decay", False)
+    assert torch.equal(loaded(tokens()), model(tokens()))
+
+
+def test_loading_what_does_not_fit_is_refused(tmp_path):
+    PrismModel(CONFIGS["gdn"], seed=0).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "n_refine": 2}))
+    with pytest.raises(ValueError, match=r"came blocks\.0\.mixer\.anchor\.conv of shape None where \[8, 4\]"):
+        PrismModel.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "n_refines": 2}))
+    with pytest.raises(ValueError, match="came 'n_refines'"):
+        PrismModel.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"expected model\.safetensors in"):
+        PrismModel.from_pretrained(tmp_path)
+
+
+def test_variant_keeps_weights_and_says_what_is_missing():
+    model = PrismModel(CONFIGS["prism"], seed=2).double()
+    same = model.variant()
+    assert torch.equal(same(tokens()), model(tokens()))
+    without = model.variant(erase="none")
+    assert (without(tokens()) - model(tokens())).abs().max() > 1e-3
+    with torch.no_grad():
+        without.embedding.zero_()
+    assert model.embedding.any()
+    with pytest.raises(ValueError, match=r"variant: expected blocks\.0\.mixer\.refine\.gate_bias .* came none"):
+        model.variant(step_gate_bias=1.0)
+
+
+def test_tokens_are_checked():
+    model = PrismModel(CONFIGS["gdn"], seed=0)
+    for bad in (torch.zeros(3, dtype=torch.int64), torch.zeros(2, 3)):
+        with pytest.raises(ValueError, match="tokens: expected integers of shape"):
+            model(bad)
+
+
+def test_attention_fused_and_explicit_agree(monkeypatch):
+    model, x = PrismModel(CONFIGS["attention"], seed=0).double(), tokens()
+    explicit = model(x)
+    _, cache = model(x[:, :5], use_cache=True)
+    continued = model(x[:, 5:], cache)
+    monkeypatch.setattr(attention, "EXPLICIT_LENGTH", 0)
+    torch.testing.assert_close(model(x), explicit, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(model(x[:, 5:], cache), continued, rtol=1e-10, atol=1e-12)
+
+
+def test_rotation_depends_on_distance_only():
+    q, k = torch.randn(2, 1, 1, 1, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    scores = [(attention.rotate(q, 3 + s) * attention.rotate(k, s)).sum() for s in (0, 5, 90)]
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(scores[0], scores[2], rtol=1e-5, atol=1e-6)
+    assert abs(scores[0] - (attention.rotate(q, 4) * attention.rotate(k, 0)).sum()) > 1e-3
