@@ -36,6 +36,7 @@ class Records(Task):
     noise: int = 8
 
     packed: ClassVar[bool] = False
+    noise_role: ClassVar[str] = "noise"
 
     def __post_init__(self) -> None:
         require_int("queries", self.queries, 1)
@@ -106,7 +107,7 @@ class Records(Task):
 
     @property
     def _digits(self) -> CheckDigits:
-        return CheckDigits(tuple(range(self._first)), self._low("noise"), self.noise)
+        return CheckDigits(tuple(range(self._first)), self._low(self.noise_role), self.noise)
 
     @property
     def sequences(self) -> int:
@@ -121,7 +122,7 @@ class Records(Task):
         r = rng.below((self.noise,) * self._tail + (spare,) * (R if spare > 1 else 0))
         at = arange(R, rng.device) * self._stretch + self._first
         at = r[:, self._tail :] + at if spare > 1 else at.expand(rng.n, R)
-        inputs = torch.cat((r[:, : self._tail] + self._low("noise"), questions.flatten(1)), 1)
+        inputs = torch.cat((r[:, : self._tail] + self._low(self.noise_role), questions.flatten(1)), 1)
         columns = (at[:, :, None] + arange(w, rng.device)).flatten(1)
         inputs.scatter_(1, columns, records.flatten(1))
         targets = torch.full_like(inputs, IGNORE)

@@ -164,6 +164,15 @@ class Task:
     ) -> Int[Tensor, "n T"]:
         return self._digits.assign_(inputs, split, rng, where, self._digit_columns(inputs))
 
+    def spell(self, token: int) -> str:
+        """What to call a token in print; noise is a dot."""
+        for role, ids in self.vocabulary.items():
+            if token in ids:
+                names = self.labels.get(role, ())
+                i = token - ids.start
+                return names[i] if i < len(names) else "·" if role == "noise" else f"{role[0]}{i}"
+        return str(token)
+
     def width(self, split: str = "train") -> int:
         """T of the split's batches."""
         return self.length

@@ -40,6 +40,7 @@ class InductionHeads(Records):
     name = "induction_heads"
     version = 1
     summary = "the token that followed a special token when it last stood"
+    noise_role = "token"
     record_width = 2
     question_width = 1
 
@@ -53,7 +54,7 @@ class InductionHeads(Records):
 
     @property
     def roles(self) -> dict[str, int]:
-        return {"control": self.specials, "noise": self.noise}
+        return {"control": self.specials, "token": self.noise}
 
     @property
     def labels(self) -> dict[str, tuple[str, ...]]:
@@ -71,7 +72,7 @@ class InductionHeads(Records):
         S, Q = self.specials, self.queries
         special = rng.permutation(S)
         after, asked = rng.below((self.noise,) * S + (S,) * Q).split((S, Q), 1)
-        after = after + self._low("noise")
+        after = after + self._low("token")
         questions = special.gather(1, asked)[:, :, None]
         return torch.stack((special, after), 2), questions, after.gather(1, asked)[:, :, None]
 

@@ -1,6 +1,8 @@
 """The release's logic tasks: xor, parity, modular_add, palindrome, silence_gate, mux."""
 
 from dataclasses import dataclass
+from functools import lru_cache
+from math import comb, factorial, prod
 
 import torch
 from jaxtyping import Int
@@ -203,6 +205,51 @@ class PalindromeRelease(_Logic):
         return 1.0
 
 
+@lru_cache(maxsize=64)
+def ambiguous_ceiling(places: int, width: int, p: float, shares: tuple[float, ...]) -> float:
+    """Accuracy of the best answer when a block hides among chance look-alikes of itself.
+
+    The block begins at one of `places` places; each other place begins a look-alike with probability p.
+    Two blocks never overlap (their first tokens stand nowhere else in a block), so k places that keep a
+    distance of `width` are all look-alikes with probability p**k, and their number J has the factorial
+    moments E[C(J, k)] = p**k N_k with N_k the number of such k-subsets. True and false blocks then have
+    independent answers of the same distribution `shares` and equal posteriors: the best answer is right
+    with probability E[largest multiplicity of J + 1 draws] / (J + 1).
+    """
+    most = 12  # with places * p <= 1, P(J > 12) is below 1e-9
+
+    def subsets(length: int, k: int) -> int:
+        return comb(max(length - (k - 1) * (width - 1), 0), k) if k else 1
+
+    moments = []
+    for k in range(2 * most):
+        ways = sum(
+            subsets(max(left, 0), i) * subsets(max(right, 0), k - i)
+            for start in range(places)
+            for left, right in [(start - width + 1, places - start - width)]
+            for i in range(k + 1)
+        )
+        moments.append(p**k * ways / places)
+    total = 0.0
+    for j in range(most):
+        chance = sum((-1) ** (k - j) * comb(k, j) * moments[k] for k in range(j, 2 * most))
+        total += chance * _largest(j + 1, shares) / (j + 1)
+    return total
+
+
+def _largest(draws: int, shares: tuple[float, ...]) -> float:
+    """Expected largest multiplicity among independent draws: sum over m of P(largest > m)."""
+    expected = 0.0
+    for m in range(draws):
+        # Coefficients of the product over answers of sum_{c <= m} (share z)^c / c!.
+        series = [1.0] + [0.0] * draws
+        for share in shares:
+            factor = [share**c / factorial(c) for c in range(m + 1)]
+            series = [sum(factor[c] * series[d - c] for c in range(min(m, d) + 1)) for d in range(draws + 1)]
+        expected += 1 - factorial(draws) * series[draws]
+    return expected
+
+
 @dataclass(frozen=True)
 class _Ambiguous(_Logic):
     """Noise spans every id, so that it may hold what looks like a block: all of them are equally likely."""
@@ -210,6 +257,40 @@ class _Ambiguous(_Logic):
     @property
     def _noise(self) -> range:
         return range(self.vocab_size)
+
+    @property
+    def _block(self) -> list[range]:
+        """Which ids a block may have at each of its places, as the answerer sees it."""
+        raise NotImplementedError
+
+    @property
+    def _places(self) -> int:
+        """How many places a block may begin at."""
+        raise NotImplementedError
+
+    @property
+    def _answer_shares(self) -> list[float]:
+        """Probability of each answer."""
+        raise NotImplementedError
+
+    @property
+    def ceiling(self) -> float:
+        """Exact (`ambiguous_ceiling`) where at most one look-alike is expected, else measured."""
+        if not self._rare:
+            return super().ceiling
+        return ambiguous_ceiling(self._places, len(self._block), self._p, tuple(self._answer_shares))
+
+    @property
+    def ceiling_error(self) -> float:
+        return 0.0 if self._rare else super().ceiling_error
+
+    @property
+    def _p(self) -> float:
+        return prod(len(ids) / self.vocab_size for ids in self._block)
+
+    @property
+    def _rare(self) -> bool:
+        return self._places * self._p <= 1
 
     def _candidates(self, inputs: Int[Tensor, "n T"], places: int, block: list[range]) -> Int[Tensor, "n P"]:
         """1 where a block may begin."""
@@ -243,6 +324,18 @@ class SilenceGateRelease(_Ambiguous):
         return range(4, self.vocab_size - 5)
 
     @property
+    def _places(self) -> int:
+        return self.length - 5
+
+    @property
+    def _block(self) -> list[range]:
+        return [range(1, 3), range(1), self._data]  # one key: the queried one
+
+    @property
+    def _answer_shares(self) -> list[float]:
+        return [0.5, *[0.5 / len(self._data)] * len(self._data)]
+
+    @property
     def chance(self) -> float:
         return 1 / (len(self._data) + 1)
 
@@ -253,7 +346,7 @@ class SilenceGateRelease(_Ambiguous):
 
     def _draw(self, rng: Rng) -> tuple[Tensor, Tensor]:
         inputs, n = self._noise_tokens(rng), len(self._data)
-        key, value, off, start = rng.below((n, n, 2, self.length - 5)).unbind(1)
+        key, value, off, start = rng.below((n, n, 2, self._places)).unbind(1)
         key, value = key + 4, value + 4
         self._place_(inputs, start, [off + 1, key, value])
         inputs[:, -2] = 3
@@ -261,7 +354,7 @@ class SilenceGateRelease(_Ambiguous):
         return inputs, value.masked_fill(off == 1, 0)
 
     def posterior(self, inputs: Int[Tensor, "n T"]) -> Int[Tensor, "n V"]:
-        P = self.length - 5
+        P = self._places
         every = range(self.vocab_size)
         fits = self._candidates(inputs, P, [range(1, 3), every, self._data])
         fits *= inputs[:, 1 : P + 1] == inputs[:, -1:]
@@ -289,6 +382,19 @@ class MuxRelease(_Ambiguous):
         return self.vocab_size // 2
 
     @property
+    def _places(self) -> int:
+        return self.length - 10
+
+    @property
+    def _block(self) -> list[range]:
+        return [range(3, 5), range(5, self._middle), range(self._middle, self.vocab_size), range(2, 3)]
+
+    @property
+    def _answer_shares(self) -> list[float]:
+        first, second = self._middle - 5, self.vocab_size - self._middle
+        return [0.5 / first] * first + [0.5 / second] * second
+
+    @property
     def chance(self) -> float:
         return 1 / (self.vocab_size - 5)
 
@@ -299,7 +405,7 @@ class MuxRelease(_Ambiguous):
 
     def _draw(self, rng: Rng) -> tuple[Tensor, Tensor]:
         inputs, middle = self._noise_tokens(rng), self._middle
-        bounds = (middle - 5, self.vocab_size - middle, 2, self.length - 10)
+        bounds = (middle - 5, self.vocab_size - middle, 2, self._places)
         v0, v1, second, start = rng.below(bounds).unbind(1)
         v0, v1 = v0 + 5, v1 + middle
         self._place_(inputs, start, [second + 3, v0, v1, torch.full_like(v0, 2)])
@@ -307,8 +413,7 @@ class MuxRelease(_Ambiguous):
         return inputs, v1.where(second == 1, v0)
 
     def posterior(self, inputs: Int[Tensor, "n T"]) -> Int[Tensor, "n V"]:
-        P, middle = self.length - 10, self._middle
-        block = [range(3, 5), range(5, middle), range(middle, self.vocab_size), range(2, 3)]
-        fits = self._candidates(inputs, P, block)
+        P = self._places
+        fits = self._candidates(inputs, P, self._block)
         answer = inputs[:, 1 : P + 1].where(inputs[:, :P] == 3, inputs[:, 2 : P + 2])
         return inputs.new_zeros(len(inputs), self.vocab_size).scatter_add_(1, answer, fits)
