@@ -47,7 +47,7 @@ TRAIN: dict[str, Any] = {
     "eval_every": 25,
     "val_size": 128,
 }
-OVERRIDES: list[dict[str, Any]] = [{"task": "mqar", "steps": 400, "warmup_steps": 80}]
+OVERRIDES: list[dict[str, Any]] = [{"task": "mqar", "steps": 600, "warmup_steps": 120}]
 INSIDE = {
     "update_rank": ("GDN + short conv", "PRISM", "PRISM, no GELU"),
     "state_rank": ("GDN + short conv", "PRISM", "PRISM, no GELU"),

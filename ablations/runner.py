@@ -76,6 +76,8 @@ def run(
         rates = choose_learning_rates(_rows(selection, how.out))
     report = grid.report_cells(rates)
     _compute(report, how, workers, retry_failed, progress, "training")
+    keys = {store.cell_key(cell.configuration()): (cell.task, cell.arm) for cell in report}
+    store.retire(how.out, keys)
     return _rows([*(selection if grid.learning_rates else []), *report], how.out)
 
 
@@ -167,7 +169,7 @@ def _missing_groups(cells: Sequence[Cell], out: Path, retry_failed: bool) -> lis
     groups: dict[tuple[Any, ...], list[Cell]] = {}
     for key, cell in keyed:
         if key in have:
-            store.relabel(out, cell.configuration(), cell.labels())
+            store.relabel(out, key, cell.labels())
         else:
             groups.setdefault((cell.task, cell.arm, cell.train, cell.role), []).append(cell)
     return list(groups.values())

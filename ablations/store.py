@@ -99,13 +99,37 @@ def save(
     return key
 
 
-def relabel(out: Path | str, configuration: Mapping[str, Any], labels: Mapping[str, Any]) -> None:
+def relabel(out: Path | str, key: str, labels: Mapping[str, Any]) -> None:
     """Give a finished cell the names that the present grid uses; the result itself is not touched."""
-    folder, key = _cells(out), cell_key(configuration)
+    folder = _cells(out)
     manifest = _read_manifest(folder / f"{key}.json")
     if any(manifest[name] != labels[name] for name in _LABELS):
-        kept = {name: manifest[name] for name in ("versions", "device", "device_name")}
-        _write_manifest(folder, key, configuration, labels, kept)
+        where = {name: manifest[name] for name in ("versions", "device", "device_name")}
+        _write_manifest(folder, key, manifest["configuration"], labels, where)
+
+
+def retire(out: Path | str, reported: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Mark as "stale" what an earlier grid reported under the same names from another configuration.
+
+    reported: key -> (task, arm) of the present grid's cells. Stale cells stay in the store, out of tables and
+    claims, and are reported again when a grid asks for them. Returns their keys.
+    """
+    configurations: dict[tuple[str, str], set[str]] = {}
+    manifests = {key: _read_manifest(_cells(out) / f"{key}.json") for key in finished(out)}
+    for key, names in reported.items():
+        if key in manifests:
+            configurations.setdefault(names, set()).add(_without_seed(manifests[key]))
+    stale = []
+    for key, manifest in manifests.items():
+        known = configurations.get((manifest["task"], manifest["arm"]))
+        if manifest["role"] == "report" and known is not None and _without_seed(manifest) not in known:
+            relabel(out, key, {**{name: manifest[name] for name in _LABELS}, "role": "stale"})
+            stale.append(key)
+    return stale
+
+
+def _without_seed(manifest: Mapping[str, Any]) -> str:
+    return canonical_json({**manifest["configuration"], "seed": None})
 
 
 def finished(out: Path | str) -> set[str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ablations
-from ablations import runner, store
+from ablations import report, runner, store
 from ablations.grid import Grid, load_grid
 from ablations.trainer import Trainer
 
@@ -115,14 +115,14 @@ def test_a_learning_rate_is_chosen_on_validation_and_reported_with_fresh_seeds(g
     )
     rows = run(tuned, tmp_path)
     assert rows["role"].value_counts().to_dict() == {"selection": 8, "report": 4}
-    report, selection = (rows[rows["role"] == role] for role in ("report", "selection"))
-    assert set(report["seed"]).isdisjoint(selection["seed"])
+    reported, selection = (rows[rows["role"] == role] for role in ("report", "selection"))
+    assert set(reported["seed"]).isdisjoint(selection["seed"])
     for arm in ("PRISM", "GDN"):
         scores = (
             selection[selection["arm"] == arm].groupby("learning_rate")[["val_accuracy", "val_loss"]].mean()
         )
         best = scores.sort_values(["val_accuracy", "val_loss"], ascending=[False, True]).index[0]
-        assert report[report["arm"] == arm]["learning_rate"].unique().tolist() == [best]
+        assert reported[reported["arm"] == arm]["learning_rate"].unique().tolist() == [best]
 
 
 def test_a_rate_at_which_a_seed_diverged_is_not_chosen():
@@ -156,6 +156,16 @@ def test_bad_arguments(grid, tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="device: expected one that is here, got 'cuda'"):
             run(grid, tmp_path, device="cuda")
+
+
+def test_another_grid_under_the_same_names_does_not_mix_into_the_report(grid, tmp_path):
+    first = run(grid, tmp_path)
+    longer = dataclasses.replace(grid, train={**dataclasses.asdict(grid.train), "steps": 9})
+    assert run(longer, tmp_path)["steps_done"].unique().tolist() == [9]
+    stored = store.load(tmp_path)
+    assert stored.groupby("role")["steps_done"].unique().map(list).to_dict() == {"report": [9], "stale": [6]}
+    assert report.summarize(stored)["n"].tolist() == [2, 2]
+    pd.testing.assert_frame_equal(run(grid, tmp_path), first)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

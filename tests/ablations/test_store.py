@@ -85,7 +85,7 @@ def test_task_versions_do_not_mix(tmp_path):
 def test_relabel_changes_names_only(tmp_path):
     store.save(tmp_path, CONFIGURATION, LABELS, ROW, "cpu")
     before = store.load(tmp_path)
-    store.relabel(tmp_path, CONFIGURATION, {**LABELS, "arm": "Gated DeltaNet"})
+    store.relabel(tmp_path, store.cell_key(CONFIGURATION), {**LABELS, "arm": "Gated DeltaNet"})
     after = store.load(tmp_path)
     assert after["arm"].tolist() == ["Gated DeltaNet"]
     assert after.drop(columns="arm").equals(before.drop(columns="arm"))
