@@ -58,6 +58,28 @@ def store_rows(base, tile, stride, left, c0, width: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
+def load_columns(base, stride, left, c0, width: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """The transpose of `load_rows`, [BLOCK, C]."""
+    rows = tl.arange(0, C)
+    cols = c0 + tl.arange(0, BLOCK)
+    mask = (rows < left)[None, :]
+    if width % BLOCK != 0:
+        mask = mask & (cols < width)[:, None]
+    return tl.load(base + rows[None, :] * stride + cols[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_columns(base, tile, stride, left, c0, width: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores a tile [BLOCK, C] as rows."""
+    rows = tl.arange(0, C)
+    cols = c0 + tl.arange(0, BLOCK)
+    mask = (rows < left)[None, :]
+    if width % BLOCK != 0:
+        mask = mask & (cols < width)[:, None]
+    tl.store(base + rows[None, :] * stride + cols[:, None], tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def state_offsets(v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     """Offsets [BK, BV] into one [K, V] state from column v0 on, and the mask of those that exist."""
     rows = tl.arange(0, BK)[:, None]

@@ -1,12 +1,18 @@
-"""Chunk-parallel forward kernels: one triangular inverse per chunk, the writes' share, and the pass over chunks.
+"""Chunk-parallel forward kernels: what a chunk needs of itself, and the pass over chunks.
 
 With e_t = v_t - Sbar_t k_t, the error that the rank-1 write corrects, and U = beta e, math.md's system reads
 
-    (I + tril(Kb Kb^T . gamma, -1) diag(beta)) e = Vb - sum_l tril(Kb X^l^T . gamma, -1) W^l - exp(G) Kb S_0^T.
+    (I + tril(Kb Kb^T . gamma, -1) diag(beta)) e
+        = Vb - sum_l tril(Kb X^l^T . gamma, -1) W^l - exp(G) Kb S_0^T.
 
-`solve_kernel` inverts the matrix on the left (it holds neither v nor the writes), `writes_kernel` forms what L writes add
-to v, to o and to the state, both in parallel over chunks; `scan_kernel` walks through the chunks of one sequence and
-head with a slice of the state's V columns on chip. The columns of the state are independent of each other.
+`prepare_kernel` inverts the matrix on the left, which holds neither v nor the writes, and forms
+P = tril(Q Kb^T . gamma); `writes_kernel` forms what L writes add to v, to o and to the state. Both work on all chunks
+at once. `scan_kernel` walks through the chunks of one sequence and head with a slice of the state's V columns on
+chip; the columns of the state are independent of each other.
+
+On Hopper, a dot whose left operand is itself computed becomes a matrix instruction that reads registers, and the
+ptxas that Triton 3.4 to 3.7.0 ships may overwrite those before they are read: wrong results or a bad address, at some
+widths and numbers of warps. So here and in the backward pass a left operand is always a loaded tile.
 """
 
 import triton
@@ -22,17 +28,19 @@ from prism.scan.triton._chunks import (
     pair_decay,
     sequence_tokens,
     state_offsets,
+    store_columns,
     store_rows,
 )
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_row"])
-def solve_kernel(
-    k, log_decay, beta, solve, spans, T, chunks_per_row, H, HV,
+def prepare_kernel(
+    q, k, log_decay, beta, solve, scores, grown, rest, spans, scale, T, chunks_per_row, H, HV,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """solve [tokens, HV, C]: rows of (I + tril(Kb Kb^T . gamma, -1) diag(beta))^{-1}. One program: chunk, value head."""
+    """Rows of (I + tril(Kb Kb^T . gamma, -1) diag(beta))^{-1} and of scale * P, both [tokens, HV, C]; exp(G) and
+    exp(G_C - G), [tokens, HV] float32. One program: chunk, value head."""
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
@@ -40,26 +48,31 @@ def solve_kernel(
     if left <= 0:
         return
     gate = first * HV + head
+    read = (first * H + head // (HV // H)) * K
     total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
     b = load_column(beta + gate, HV, left, C)
-    keys = load_rows(k + (first * H + head // (HV // H)) * K, H * K, left, 0, K, C, BK)
     rows = tl.arange(0, C)
+    tl.store(grown + gate + rows * HV, tl.exp(total.to(tl.float32)), mask=rows < left)
+    tl.store(rest + gate + rows * HV, tl.exp((last_of(total, C) - total).to(tl.float32)), mask=rows < left)
+
+    keys = load_rows(k + read, H * K, left, 0, K, C, BK)
+    queries = load_rows(q + read, H * K, left, 0, K, C, BK)
+    gamma = pair_decay(total[:, None], total[None, :], rows[:, None] >= rows[None, :])
+    seen = tl.dot(queries, tl.trans(keys), input_precision=DOT) * (scale * gamma)
+    store_rows(scores + gate * C, seen, HV * C, left, 0, C, C, C)
     below = rows[:, None] > rows[None, :]
-    a = tl.dot(keys, tl.trans(keys), input_precision=DOT) * pair_decay(
-        total[:, None], total[None, :], below
-    )
-    inverse = invert_unit_lower(a * b[None, :], C, DOT)
-    store_rows(solve + gate * C, inverse, HV * C, left, 0, C, C, C)
+    a = tl.dot(keys, tl.trans(keys), input_precision=DOT) * tl.where(below, gamma * b[None, :], 0.0)
+    store_rows(solve + gate * C, invert_unit_lower(a, C, DOT), HV * C, left, 0, C, C, C)
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_row", "L"])
 def writes_kernel(
-    q, k, v, log_decay, write_k, write_v, target, write_o, write_state, spans, T, chunks_per_row, H, HV, L,
+    q, k, v, log_decay, write_k, write_v, target, write_o, write_state, spans, scale, T, chunks_per_row, H, HV, L,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """target = v minus what k reads of the chunk's writes, write_o: what q reads of them, write_state: their share
-    of the chunk's last state. One program: chunk, value head, slice of V."""
+    """target = v minus what k reads of the chunk's writes; write_o = scale times what q reads of them; write_state,
+    their share of the state at the chunk's end. One program: chunk, value head, slice of V."""
     SLICES: tl.constexpr = (V + BV - 1) // BV
     v0 = (tl.program_id(0) % SLICES) * BV
     head = tl.program_id(0) // SLICES % HV
@@ -69,30 +82,31 @@ def writes_kernel(
     if left <= 0:
         return
     gate = first * HV + head
-    read = first * H + head // (HV // H)
+    read = (first * H + head // (HV // H)) * K
     total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
-    queries = load_rows(q + read * K, H * K, left, 0, K, C, BK)
-    keys = load_rows(k + read * K, H * K, left, 0, K, C, BK)
+    queries = load_rows(q + read, H * K, left, 0, K, C, BK)
+    keys = load_rows(k + read, H * K, left, 0, K, C, BK)
     rows = tl.arange(0, C)
-    gamma = pair_decay(total[:, None], total[None, :], rows[:, None] >= rows[None, :])
-    below = rows[:, None] > rows[None, :]
+    gamma = pair_decay(total[None, :], total[:, None], rows[:, None] <= rows[None, :])
+    above = rows[:, None] < rows[None, :]
     rest = tl.exp((last_of(total, C) - total).to(tl.float32))
 
-    from_k = tl.zeros((C, BV), tl.float32)
-    from_q = tl.zeros((C, BV), tl.float32)
+    # Transposed sums [BV, C]: the computed tile is the right operand.
+    from_k = tl.zeros((BV, C), tl.float32)
+    from_q = tl.zeros((BV, C), tl.float32)
     added = tl.zeros((BK, BV), tl.float32)
     for l in range(L):
         x = load_rows(write_k + (gate * L + l) * K, HV * L * K, left, 0, K, C, BK)
         w = load_rows(write_v + (gate * L + l) * V, HV * L * V, left, v0, V, C, BV)
-        seen = tl.dot(keys, tl.trans(x), input_precision=DOT) * tl.where(below, gamma, 0.0)
-        from_k = tl.dot(seen.to(w.dtype), w, from_k, input_precision=DOT)
-        seen = tl.dot(queries, tl.trans(x), input_precision=DOT) * gamma
-        from_q = tl.dot(seen.to(w.dtype), w, from_q, input_precision=DOT)
+        seen = tl.dot(x, tl.trans(keys), input_precision=DOT) * tl.where(above, gamma, 0.0)
+        from_k = tl.dot(tl.trans(w), seen.to(w.dtype), from_k, input_precision=DOT)
+        seen = tl.dot(x, tl.trans(queries), input_precision=DOT) * (scale * gamma)
+        from_q = tl.dot(tl.trans(w), seen.to(w.dtype), from_q, input_precision=DOT)
         kept = (w.to(tl.float32) * rest[:, None]).to(w.dtype)
         added = tl.dot(tl.trans(x), kept, added, input_precision=DOT)
     values = load_rows(v + gate * V, HV * V, left, v0, V, C, BV)
-    store_rows(target + gate * V, values.to(tl.float32) - from_k, HV * V, left, v0, V, C, BV)
-    store_rows(write_o + gate * V, from_q, HV * V, left, v0, V, C, BV)
+    store_columns(target + gate * V, tl.trans(values).to(tl.float32) - from_k, HV * V, left, v0, V, C, BV)
+    store_columns(write_o + gate * V, from_q, HV * V, left, v0, V, C, BV)
     at, exists = state_offsets(v0, K, V, BK, BV)
     cell = (chunk.to(tl.int64) * HV + head) * K * V
     tl.store(write_state + cell + at, added.to(write_state.dtype.element_ty), mask=exists)
@@ -100,14 +114,13 @@ def writes_kernel(
 
 @triton.jit(do_not_specialize=["T", "chunks_per_row"])
 def scan_kernel(
-    q, k, target, log_decay, beta, solve, write_o, write_state, initial, o, final, error, states,
+    q, k, target, beta, solve, scores, grown, rest, write_o, write_state, initial, o, final, error, states,
     offsets, chunk_start, scale, T, chunks_per_row, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr, INITIAL: tl.constexpr, WRITES: tl.constexpr,
-    SAVE: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, INITIAL: tl.constexpr, WRITES: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
-    """o, the final state and, for the backward pass (SAVE), e [tokens, HV, V] and the state at the start of each chunk.
-    One program: sequence, value head, slice of V."""
+    """o, the final state and, for the backward pass (SAVE), e [tokens, HV, V] and the state at the start of each
+    chunk. One program: sequence, value head, slice of V."""
     SLICES: tl.constexpr = (V + BV - 1) // BV
     v0 = (tl.program_id(0) % SLICES) * BV
     head = tl.program_id(0) // SLICES % HV
@@ -118,7 +131,6 @@ def scan_kernel(
     state = tl.zeros((BK, BV), tl.float32)
     if INITIAL:
         state += tl.load(initial + own + at, mask=exists, other=0.0).to(tl.float32)
-    rows = tl.arange(0, C)
     for step in range(tl.cdiv((end - first).to(tl.int32), C)):
         token = first + step * C
         left = (end - token).to(tl.int32)
@@ -129,30 +141,26 @@ def scan_kernel(
         values = load_rows(target + gate * V, HV * V, left, v0, V, C, BV)
         inverse = load_rows(solve + gate * C, HV * C, left, 0, C, C, C)
         queries = load_rows(q + read, H * K, left, 0, K, C, BK)
+        seen = load_rows(scores + gate * C, HV * C, left, 0, C, C, C)
         b = load_column(beta + gate, HV, left, C)
-        total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
-        grown = tl.exp(total.to(tl.float32))
-        last = last_of(total, C)
-        rest = tl.exp((last - total).to(tl.float32))
+        growth = load_column(grown + gate, HV, left, C)
+        keep = load_column(rest + gate, HV, left, C)
+        last = tl.load(grown + gate + (tl.minimum(left, C) - 1) * HV)
 
-        # First, while few other tiles are live.
-        seen = tl.dot(queries, tl.trans(keys), input_precision=DOT)
-        seen *= pair_decay(total[:, None], total[None, :], rows[:, None] >= rows[None, :])
-        seen = seen.to(keys.dtype)
         rounded = state.to(keys.dtype)
         if SAVE:
             tl.store(states + cell + at, rounded, mask=exists)
-        right = values.to(tl.float32) - grown[:, None] * tl.dot(keys, rounded, input_precision=DOT)
+        right = values.to(tl.float32) - growth[:, None] * tl.dot(keys, rounded, input_precision=DOT)
         e = tl.dot(inverse, right.to(keys.dtype), input_precision=DOT)
         if SAVE:
             store_rows(error + gate * V, e, HV * V, left, v0, V, C, BV)
         e *= b[:, None]
-        out = tl.dot(queries, rounded, input_precision=DOT) * grown[:, None]
+        out = tl.dot(queries, rounded, input_precision=DOT) * (scale * growth)[:, None]
         out = tl.dot(seen, e.to(keys.dtype), out, input_precision=DOT)
-        state *= tl.exp(last.to(tl.float32))
+        state *= last
         if WRITES:
             out += load_rows(write_o + gate * V, HV * V, left, v0, V, C, BV).to(tl.float32)
             state += tl.load(write_state + cell + at, mask=exists, other=0.0).to(tl.float32)
-        store_rows(o + gate * V, out * scale, HV * V, left, v0, V, C, BV)
-        state = tl.dot(tl.trans(keys), (e * rest[:, None]).to(keys.dtype), state, input_precision=DOT)
+        store_rows(o + gate * V, out, HV * V, left, v0, V, C, BV)
+        state = tl.dot(tl.trans(keys), (e * keep[:, None]).to(keys.dtype), state, input_precision=DOT)
     tl.store(final + own + at, state, mask=exists)

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from prism.scan.triton._chunkwise_backward import inputs_grad_kernel, reverse_kernel, writes_grad_kernel
-from prism.scan.triton._chunkwise_forward import scan_kernel, solve_kernel, writes_kernel
+from prism.scan.triton._chunkwise_forward import prepare_kernel, scan_kernel, writes_kernel
 
 MAX_KEY_WIDTH = 128  # one program holds all K rows of a slice of the state
 
@@ -27,7 +27,7 @@ class Launch(NamedTuple):
 
 class Tuning(NamedTuple):
     chunk: int
-    solve: Launch
+    prepare: Launch
     writes: Launch
     scan: Launch
     reverse: Launch
@@ -80,19 +80,20 @@ def _padded(width: int) -> int:
 def allocate(
     q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | None, *, tuned: Tuning | None = None
 ) -> list[Tensor]:
-    """Rows of each chunk's inverse [B, T, HV, C]; e = v - Sbar k [B, T, HV, V]; the state at the start of each chunk
-    [chunks, HV, K, V]. All in the dtype of q."""
+    """Each chunk's inverse and scores [2, B, T, HV, C], its decays [2, B, T, HV] in float32, e = v - Sbar k
+    [B, T, HV, V], and the state at its start [chunks, HV, K, V]; but for the decays in the dtype of q."""
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     C = (tuned or tuning(q.dtype, K, V)).chunk
     chunks = B * triton.cdiv(T, C) if cu_seqlens is None else triton.cdiv(T, C) + cu_seqlens.shape[0] - 1
-    return [q.new_empty(B, T, HV, C), v.new_empty(v.shape), q.new_empty(chunks, HV, K, V)]
+    decays = q.new_empty(2, B, T, HV, dtype=torch.float32)
+    return [q.new_empty(2, B, T, HV, C), decays, v.new_empty(v.shape), q.new_empty(chunks, HV, K, V)]
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, write_k: Tensor | None, write_v: Tensor | None,
-    scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None, saved: list[Tensor],
-    *, tuned: Tuning | None = None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, write_k: Tensor | None,
+    write_v: Tensor | None, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    saved: list[Tensor], *, tuned: Tuning | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -101,14 +102,19 @@ def forward(
     dot = "ieee" if wide else "tf32x3"
     where = layout(B, T, C, cu_seqlens)
     packed = where.spans is not None
-    tokens = (where.spans, T, where.chunks_per_row, H, HV)
-    solve, error, states = saved or (q.new_empty(B, T, HV, C), None, None)
+    tokens = (where.spans, scale, T, where.chunks_per_row, H, HV)
+    if saved:
+        (solve, scores), (grown, rest), error, states = saved
+    else:
+        solve, scores = q.new_empty(2, B, T, HV, C)
+        grown, rest = q.new_empty(2, B, T, HV, dtype=torch.float32)
+        error = states = None
     final = q.new_empty(where.sequences, HV, K, V, dtype=torch.float32)
     o = torch.empty_like(v)
 
-    at = tuned.solve
-    solve_kernel[(where.chunks * HV,)](
-        k, log_decay, beta, solve, *tokens, K, C, BK, packed, wide, dot,
+    at = tuned.prepare
+    prepare_kernel[(where.chunks * HV,)](
+        q, k, log_decay, beta, solve, scores, grown, rest, *tokens, K, C, BK, packed, wide, dot,
         num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
 
@@ -124,19 +130,18 @@ def forward(
 
     at = tuned.scan
     scan_kernel[(where.sequences * HV * triton.cdiv(V, at.v_block),)](
-        q, k, target, log_decay, beta, solve, write_o, write_state, initial_state, o, final, error, states,
-        where.offsets, where.chunk_start, scale, T, where.chunks_per_row, H, HV,
-        K, V, C, BK, at.v_block, packed, wide, dot, initial_state is not None, write_o is not None, bool(saved),
+        q, k, target, beta, solve, scores, grown, rest, write_o, write_state, initial_state, o, final, error,
+        states, where.offsets, where.chunk_start, scale, T, where.chunks_per_row, H, HV,
+        K, V, C, BK, at.v_block, packed, dot, initial_state is not None, write_o is not None, bool(saved),
         num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
     return o, final
 
 
 def backward(
-    do: Tensor | None, dstate: Tensor | None,
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, write_k: Tensor | None, write_v: Tensor | None,
-    scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None, saved: list[Tensor],
-    *, tuned: Tuning | None = None,
+    do: Tensor | None, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor,
+    beta: Tensor, write_k: Tensor | None, write_v: Tensor | None, scale: float, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, saved: list[Tensor], *, tuned: Tuning | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -146,19 +151,18 @@ def backward(
     where = layout(B, T, C, cu_seqlens)
     packed, writes = where.spans is not None, write_k is not None
     L = write_k.shape[3] if write_k is not None else 0
-    solve, error, states = saved
+    tokens = (where.spans, scale, T, where.chunks_per_row, H, HV)
+    (solve, scores), (grown, rest), error, states = saved
     do = torch.zeros_like(v) if do is None else do
 
     at = tuned.reverse
-    slices = triton.cdiv(V, at.v_block)
     dv = torch.empty_like(v)
     d_states = torch.empty_like(states)
     d_initial = q.new_empty(where.sequences, HV, K, V, dtype=torch.float32)
-    d_beta_parts = q.new_empty(B, T, HV, slices, dtype=torch.float32)
-    reverse_kernel[(where.sequences * HV * slices,)](
-        q, k, log_decay, beta, solve, error, do, dstate, dv, d_beta_parts, d_states, d_initial,
+    reverse_kernel[(where.sequences * HV * triton.cdiv(V, at.v_block),)](
+        q, k, beta, solve, scores, grown, rest, do, dstate, dv, d_states, d_initial,
         where.offsets, where.chunk_start, scale, T, where.chunks_per_row, H, HV,
-        K, V, C, BK, at.v_block, packed, wide, dot, dstate is not None, num_warps=at.warps, num_stages=at.stages,
+        K, V, C, BK, at.v_block, packed, dot, dstate is not None, num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
 
     d_write_k = d_write_v = d_kept = None
@@ -167,9 +171,8 @@ def backward(
         d_write_k, d_write_v = torch.empty_like(write_k), torch.empty_like(write_v)
         d_kept = q.new_empty(B, T, HV, L, dtype=torch.float32)
         writes_grad_kernel[(where.chunks * HV * L,)](
-            q, k, log_decay, write_k, write_v, do, dv, d_states, d_write_k, d_write_v, d_kept, where.spans,
-            scale, T, where.chunks_per_row, H, HV, L, K, V, C, BK, at.v_block, packed, wide, dot,
-            num_warps=at.warps, num_stages=at.stages,
+            q, k, log_decay, write_k, write_v, do, dv, d_states, d_write_k, d_write_v, d_kept, *tokens, L,
+            K, V, C, BK, at.v_block, packed, wide, dot, num_warps=at.warps, num_stages=at.stages,
         )  # fmt: skip
 
     at = tuned.inputs_grad
@@ -178,8 +181,8 @@ def backward(
     dk = torch.empty_like(dq)
     d_log_decay, d_beta = torch.empty_like(log_decay), torch.empty_like(beta)
     inputs_grad_kernel[(where.chunks * HV,)](
-        q, k, log_decay, beta, error, states, write_k, write_v, do, dv, d_states, d_kept, d_beta_parts,
-        dq, dk, d_log_decay, d_beta, where.spans, scale, T, where.chunks_per_row, H, HV, L, slices,
+        q, k, log_decay, beta, scores, error, states, write_k, write_v, do, dv, d_states, d_kept,
+        dq, dk, d_log_decay, d_beta, *tokens, L,
         K, V, C, BK, at.v_block, packed, wide, dot, writes, num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
     if HV != H:
