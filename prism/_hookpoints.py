@@ -70,9 +70,7 @@ class HookPoints:
         if not self.attached:
             return False
         if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "hooks do not fire inside torch.compile; run the model that was compiled, not its wrapper"
-            )
+            raise RuntimeError("hooks do not fire inside a compiled graph; run the model that was compiled")
         return True
 
     def hook(self, name: str) -> Hook:

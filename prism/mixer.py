@@ -69,7 +69,10 @@ def register(name: str) -> Callable[[Any], Any]:
 def build_mixer(config: PrismConfig) -> nn.Module:
     if config.mixer not in MIXERS:
         raise ValueError(f"mixer: expected one of {', '.join(sorted(MIXERS))}, came {config.mixer!r}")
-    return MIXERS[config.mixer](config)
+    # The model initializes it by name afterwards; what a constructor draws must not move the global
+    # generator.
+    with torch.random.fork_rng(devices=[]):
+        return MIXERS[config.mixer](config)
 
 
 CHAIN = ("anchor", "gain", "step_gate", "residual", "delta", "write_k", "write_v")
@@ -322,9 +325,9 @@ class PrismMixer(nn.Module):
                 if made is was:
                     continue
                 mask, values = (made.mask, made.values) if isinstance(made, Pinned) else (made != was, made)
-                if name in pins:
-                    mask = mask | pins[name][0]
-                pins[name] = (mask, torch.where(mask, values, was))
+                # `was` holds what earlier edits fixed, which stays fixed.
+                values = torch.where(mask, values, was)
+                pins[name] = (mask | pins[name][0] if name in pins else mask, values)
                 refined = settle(pins)
         for name in CHAIN:
             for item in points.of(name, "read"):
