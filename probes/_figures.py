@@ -88,19 +88,31 @@ def line_with_band(
         ax.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
-def reference(ax: Axes, y: float | np.ndarray, label: str, x: np.ndarray | None = None) -> None:
-    """A bound, chance or ceiling: a thin grey line (a curve where x is given)."""
+def reference(ax: Axes, y: Any, label: str, x: np.ndarray | None = None, color: str = "0.35") -> None:
+    """A bound, chance or ceiling: a thin dashed line over the data (a curve where x is given)."""
     style: dict[str, Any] = {
-        "color": "0.35",
+        "color": color,
         "linewidth": 0.9,
         "linestyle": (0, (4, 2)),
         "label": label,
-        "zorder": 1,
+        "zorder": 3,
     }
     if x is None:
         ax.axhline(float(y), **style)
     else:
         ax.plot(x, y, **style)
+
+
+def legend_below(ax: Axes, columns: int, offset: float = -0.2) -> None:
+    """The legend under the axis label, where it cannot hide data."""
+    style: dict[str, Any] = {"frameon": False, "handlelength": 2.0, "labelspacing": 0.3, "columnspacing": 1.2}
+    style |= {"loc": "upper center", "bbox_to_anchor": (0.45, offset)}
+    ax.legend(fontsize=FONT - 1.5, ncols=columns, **style)
+
+
+def number(value: float) -> str:
+    """Three digits at most, no exponent below a million: for legends."""
+    return f"{value:.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def pick(values: Sequence | np.ndarray, limit: int) -> list:

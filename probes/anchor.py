@@ -93,7 +93,7 @@ def linear_r2(x: Float[Tensor, "B T H D"], y: Float[Tensor, "B T H E"]) -> Float
 def anchor_horizon(
     model: Any,
     inputs: Int[Tensor, "B T"],
-    widths: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    widths: Sequence[int] | None = None,
     at: Sequence[int] | Tensor | None = None,
 ) -> xr.Dataset:
     """How much of the true read S_{t-1} k_t comes from further back than n tokens: what no anchor of width n
@@ -106,12 +106,14 @@ def anchor_horizon(
         bound(n) = |S_{t-n-1}|_F prod_{s=t-n}^{t-1} |A_s|_2 |k_t| / |S_{t-1} k_t|,
         |A_s|_2 = alpha_s max(1, |1 - beta_s |k_s|^2|),
 
-    which falls exponentially in n where memory fades (alpha < 1). Default `at`: up to 16 tokens beyond the
+    which falls exponentially in n where memory fades (alpha < 1). Defaults: powers of 2 up to 32
+    and to half the sequence; up to 16 tokens beyond the
     largest width.
 
     Returns error and bound, dims layer, sample, token, head, width; NaN where a read is zero.
     """
     tokens = inputs.shape[1]
+    widths = [n for n in (1, 2, 4, 8, 16, 32) if n <= tokens // 2] if widths is None else widths
     widths = sorted({int(n) for n in widths})
     if not widths or widths[0] < 1 or widths[-1] >= tokens:
         raise ValueError(f"widths: expected widths in 1..{tokens - 1} (T - 1), got {widths}")
@@ -170,15 +172,15 @@ def plot_anchor_fidelity(
 
 
 def plot_anchor_horizon(ds: xr.Dataset, ax: Axes | None = None, *, max_layers: int = 3) -> Axes:
-    """Share of the read that lies further back than n tokens, with its exponential bound (grey) and the
+    """Share of the read that lies further back than n tokens, with its exponential bound (thin) and the
     kernel's width.
     """
     ax = _figures.new_axes(ax)
     for i, layer in enumerate(_figures.pick(ds.layer.values, max_layers)):
         _figures.line_with_band(ax, ds.width.values, ds.error.sel(layer=layer), "width", i, f"layer {layer}")
         bound = ds.bound.sel(layer=layer).median(TOKEN_DIMS)
-        label = "bound" if i == 0 else "_bound"
-        _figures.reference(ax, bound.values, label, ds.width.values)
+        _figures.reference(ax, bound.values, "_bound", ds.width.values, _figures.COLOURS[i])
+    ax.plot([], [], color="0.35", linewidth=0.9, linestyle=(0, (4, 2)), label="bound")
     ax.axvline(ds.attrs["anchor_width"], color="0.7", linewidth=0.9, linestyle=":", label="anchor's width")
     ax.set_xscale("log", base=2)
     ax.set_yscale("symlog", linthresh=1e-3)

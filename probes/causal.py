@@ -135,9 +135,9 @@ def plot_causal_share(ds: xr.Dataset, ax: Axes | None = None, *, ceiling: float 
     )
     for x, style, label in lines:
         ax.axvline(x, color="0.45", linewidth=0.9, linestyle=style, label=label, zorder=1)
-    ax.set_yticks(range(len(names)), [f"no {name}" for name in names])
+    ax.set_yticks(range(len(names)), ["no MLP" if name == "mlp" else f"no {name}" for name in names])
     ax.invert_yaxis()
-    ax.set_xlim(right=1.03)
+    ax.set_xlim(min(ds.attrs["chance"], float(values.min())) - 0.03, 1.03)
     n = ds.attrs["n_seeds"]
     _figures.finish(
         ax,

@@ -126,6 +126,8 @@ def _draw(view: _View, i: int, figure: Figure | None = None) -> Figure:
     field, spectrum, update = figure.subplots(1, 3, width_ratios=(1.25, 1, 0.8))
     limit = float(np.abs(view.states).max()) or 1.0
     image = field.imshow(view.states[i], vmin=-limit, vmax=limit, cmap="viridis", aspect="auto")
+    for axis in (field.xaxis, field.yaxis):
+        axis.get_major_locator().set_params(integer=True)
     bar = figure.colorbar(image, ax=field)
     bar.ax.tick_params(labelsize=_figures.FONT - 1)
     _figures.new_axes(field)

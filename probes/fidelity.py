@@ -160,7 +160,7 @@ def plot_solver_fidelity(ds: xr.Dataset, ax: Axes | None = None, *, write: str =
     ax.axhline(0, color="0.8", linewidth=0.6, zorder=0)
     ax.set_ylim(-1.05, 1.1)
     title = _figures.count_label(ds, "sample", "head")
-    return _figures.finish(ax, "token", f"cosine of the {write} with a solver's", title)
+    return _figures.finish(ax, "token", f"cosine of {write} and solver", title)
 
 
 def _serial(

@@ -58,7 +58,10 @@ def transition(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
 
 @torch.no_grad()
 def readback(
-    model: Any, inputs: Int[Tensor, "B T"], at: Sequence[int] | Tensor | None = None, horizon: int = 64
+    model: Any,
+    inputs: Int[Tensor, "B T"],
+    at: Sequence[int] | Tensor | None = None,
+    horizon: int | None = None,
 ) -> xr.Dataset:
     """How long what one token wrote can be read back with its own key while later tokens decay and erase it.
 
@@ -71,11 +74,12 @@ def readback(
                        that it gave right after the write, with everything else that was written in between?
         lifetime     = the first n with kept(n) < 1/2 (inf: not within the horizon)
 
-    Default `at`: up to 8 positions that leave the horizon room. Returns kept, recalled (dims layer, sample,
-    token, head, distance; distance 0..horizon) and lifetime (layer, sample, token, head); NaN where D_0 k_s =
-    0. Forms K x V matrices for the positions `at` only.
+    Defaults: half the sequence, 64 tokens at most; up to 8 positions that leave the horizon room. Returns
+    kept, recalled (dims layer, sample, token, head, distance; distance 0..horizon) and lifetime (layer,
+    sample, token, head); NaN where D_0 k_s = 0. Forms K x V matrices for the positions `at` only.
     """
     tokens = inputs.shape[1]
+    horizon = min(64, tokens // 2) if horizon is None else horizon
     if not 1 <= horizon < tokens:
         raise ValueError(f"horizon: expected 1..{tokens - 1} (T - 1), got {horizon}")
     at = _factors.positions(None, tokens - horizon, 8) if at is None else _factors.positions(at, tokens)
@@ -117,10 +121,10 @@ def plot_transition(ds: xr.Dataset, ax: Axes | None = None, *, max_layers: int =
     """Distribution functions of both eigenvalues of A_t over all tokens: solid alpha_t, dashed along the
     key.
     """
-    ax = _figures.new_axes(ax)
+    ax = _figures.new_axes(ax, height=2.8)
     for i, layer in enumerate(_figures.pick(ds.layer.values, max_layers)):
         life = float(ds.half_life.sel(layer=layer).median())
-        text = f"layer {layer}, half-life {life:.3g}"
+        text = f"layer {layer}, half-life {_figures.number(life)}"
         for name, style, label in (("decay", "-", text), ("along_key", "--", "_")):
             values = np.sort(ds[name].sel(layer=layer).values.ravel())
             share = np.linspace(0, 1, len(values))
@@ -132,7 +136,9 @@ def plot_transition(ds: xr.Dataset, ax: Axes | None = None, *, max_layers: int =
     ax.axvline(0, color="0.8", linewidth=0.6, zorder=0)
     ax.set_ylim(0, 1.02)
     title = _figures.count_label(ds, "sample", "token", "head")
-    return _figures.finish(ax, "eigenvalue of $A_t$", "share of tokens below", title)
+    _figures.finish(ax, "eigenvalue of $A_t$", "share of tokens below", title, legend=False)
+    _figures.legend_below(ax, 2)
+    return ax
 
 
 def plot_readback(ds: xr.Dataset, ax: Axes | None = None, *, max_layers: int = 4) -> Axes:

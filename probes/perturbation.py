@@ -153,7 +153,7 @@ def plot_perturbation_growth(ds: xr.Dataset, ax: Axes | None = None, *, layer: i
     for i, target in enumerate(ds.target.values):
         one = ds.sel(target=target)
         _figures.line_with_band(
-            ax, t, one.error.mean("head"), "token", i, f"noise in {target}: {one.fit_best.item()}"
+            ax, t, one.error.mean("head"), "token", i, f"in {target}: {one.fit_best.item()}"
         )
     shape = ds.error.median(("trial", "head"))
     middle = float(np.exp(np.log(np.maximum(shape.values, 1e-30)).mean()))
@@ -165,9 +165,11 @@ def plot_perturbation_growth(ds: xr.Dataset, ax: Axes | None = None, *, layer: i
         ax.plot(t, guide, color="0.6", linewidth=0.8, linestyle=style, label=name, zorder=1)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
+    title = f"layer {int(ds.layer)}, {_figures.count_label(ds, 'trial', 'head')}"
+    _figures.finish(ax, "tokens $T$", r"$|S'_T - S_T|_F \,/\, \varepsilon$", title, legend=False)
     kind = f"{ds.attrs['noise']} noise" + (", no decay" if ds.attrs["persistent"] else "")
-    title = f"layer {int(ds.layer)}, {kind}, {_figures.count_label(ds, 'trial', 'head')}"
-    return _figures.finish(ax, "tokens $T$", r"$|S'_T - S_T|_F \,/\, \varepsilon$", title)
+    ax.legend(title=kind, fontsize=_figures.FONT - 1.5, title_fontsize=_figures.FONT - 1.5, frameon=False)
+    return ax
 
 
 def _powers(length: int) -> list[int]:

@@ -139,21 +139,26 @@ def plot_readout(ds: xr.Dataset, ax: Axes | None = None, *, token: int | None = 
         ends = at.interval.sel(weights="trained", source=source, label="hidden")
         middle = value.sel(label="hidden").values
         error = [middle - ends.sel(edge="low").values, ends.sel(edge="high").values - middle]
-        ax.errorbar(layers + shift[i], middle, np.maximum(error, 0), label=source, capsize=1.5, **style)
+        bars = ax.errorbar(layers + shift[i], middle, np.maximum(error, 0), capsize=1.5, **style)
+        bars.lines[0].set_label(source)
         hollow = style | {"markerfacecolor": "w", "linewidth": 0.7}
-        ax.plot(layers + shift[i], value.sel(label="control"), label=f"{source}, control", **hollow)
+        ax.plot(layers + shift[i], value.sel(label="control"), **hollow)
         if "untrained" in ds.weights.values:
             faint = style | {"linestyle": "none", "alpha": 0.45, "markersize": 4.5}
-            values = at.accuracy.sel(weights="untrained", source=source, label="hidden")
-            ax.plot(layers + shift[i], values, label=f"{source}, untrained", **faint)
+            ax.plot(
+                layers + shift[i],
+                at.accuracy.sel(weights="untrained", source=source, label="hidden"),
+                **faint,
+            )
+    ax.plot([], [], "o", color="0.3", markerfacecolor="w", markersize=3, label="control (hollow)")
+    if "untrained" in ds.weights.values:
+        ax.plot([], [], "o", color="0.3", alpha=0.45, markersize=4.5, label="untrained (faint)")
     _figures.reference(ax, float(at.majority.sel(label="hidden")), "majority")
     ax.set_xticks(layers)
     ax.set_ylim(top=1.03)
     title = f"token {int(at.token)}, n = {ds.attrs['n_sequences'] // 2} test sequences"
     _figures.finish(ax, "layer", "read-out accuracy", title, legend=False)
-    ax.legend(
-        fontsize=_figures.FONT - 2, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22)
-    )
+    _figures.legend_below(ax, 3)
     return ax
 
 

@@ -104,10 +104,8 @@ def plot_state_rank(
         )
     _figures.reference(ax, ds.bound.max("layer").values, "bound", ds.token.values)
     ax.set_ylim(bottom=0)
-    what = f"sum of {ds.attrs['window']} writes" if "window" in ds.attrs else "state"
-    return _figures.finish(
-        ax, "token", f"{measure} rank of the {what}", _figures.count_label(ds, "sample", "head")
-    )
+    what = f", sum of {ds.attrs['window']} writes" if "window" in ds.attrs else " of the state"
+    return _figures.finish(ax, "token", f"{measure} rank{what}", _figures.count_label(ds, "sample", "head"))
 
 
 def plot_spectrum(

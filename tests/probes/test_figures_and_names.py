@@ -82,7 +82,9 @@ def test_datasets_survive_a_round_trip_through_dictionaries(measured, helpers):
 def test_spectrum_and_windows_have_figures(helpers, measured):
     ds = get(measured, helpers, "state_rank")
     assert probes.plot_spectrum(ds, layer=2).get_title().startswith("layer 2, n = 24")
-    assert "sum of 8 writes" in probes.plot_state_rank(get(measured, helpers, "window_rank")).get_ylabel()
+    assert (
+        "rank, sum of 8 writes" in probes.plot_state_rank(get(measured, helpers, "window_rank")).get_ylabel()
+    )
     keys = probes.plot_step_cosines(get(measured, helpers, "step_cosines"), which="key")
     assert keys.get_xticklabels()[0].get_text() == "base"
     with pytest.raises(ValueError, match="which: expected 'delta' or 'key', got 'value'"):
