@@ -1,7 +1,7 @@
 """The chunk-parallel kernels against the recurrence in float64: in Triton's interpreter, and on a GPU.
 
-Inputs are rounded to the dtype under test before the reference sees them. Uninitialised memory is filled with NaN, so
-that an element that no kernel wrote shows.
+Inputs are rounded to the dtype under test before the reference sees them. Uninitialised memory is filled with
+NaN, so that an element that no kernel wrote shows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,17 @@ def _poisoned() -> Iterator[None]:
 
 
 def make(
-    B: int, T: int, H: int, HV: int, K: int, V: int, L: int, *, N: int | None = None, decay: float = 1.0, seed: int = 0
+    B: int,
+    T: int,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    L: int,
+    *,
+    N: int | None = None,
+    decay: float = 1.0,
+    seed: int = 0,
 ) -> dict[str, Tensor | None]:
     """Float64 on the CPU: unit keys, log_decay uniform in (-decay, 0), beta uniform in (0, 2)."""
     g = torch.Generator().manual_seed(seed)
@@ -269,7 +279,9 @@ def test_alternating_decay():
 @needs_gpu
 @pytest.mark.parametrize("L", [0, 2])
 def test_ten_backward_passes_agree_bit_for_bit(L):
-    inputs = {n: None if x is None else x.bfloat16().cuda() for n, x in make(2, 1000, 4, 8, 128, 128, L).items()}
+    inputs = {
+        n: None if x is None else x.bfloat16().cuda() for n, x in make(2, 1000, 4, 8, 128, 128, L).items()
+    }
     *tensors, initial = inputs.values()
     initial = initial.float()
     saved = chunkwise.allocate(tensors[0], tensors[2], tensors[5], None)

@@ -1,7 +1,7 @@
 """What the chunk-parallel kernels share: chunk geometry, tile loads, decays, and the triangular solve.
 
-Tensors are flat in tokens, [B * T, heads, width], contiguous. Chunks never straddle two sequences; the rows of a
-ragged last chunk read as zeros, which leaves state and output alone (math.md, section 4).
+Tensors are flat in tokens, [B * T, heads, width], contiguous. Chunks never straddle two sequences; the rows
+of a ragged last chunk read as zeros, which leaves state and output alone (math.md, section 4).
 """
 
 import triton
@@ -10,7 +10,8 @@ import triton.language as tl
 
 @triton.jit
 def chunk_tokens(chunk, spans, T, chunks_per_row, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token of a chunk and the token after the last of its sequence; equal where the chunk is surplus."""
+    """First token of a chunk and the token after the last of its sequence; equal where the chunk is
+    surplus."""
     if PACKED:
         first = tl.load(spans + 2 * chunk)
         end = tl.load(spans + 2 * chunk + 1)
@@ -38,7 +39,8 @@ def sequence_tokens(n, offsets, chunk_start, T, chunks_per_row, PACKED: tl.const
 
 @triton.jit
 def load_rows(base, stride, left, c0, width: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
-    """[C, BLOCK] tile at column c0 of rows that start at base + r * stride; zeros from row `left`, column `width` on."""
+    """[C, BLOCK] tile at column c0 of rows that start at base + r * stride; zeros from row `left`, column
+    `width` on."""
     rows = tl.arange(0, C)
     cols = c0 + tl.arange(0, BLOCK)
     mask = (rows < left)[:, None]
@@ -96,7 +98,8 @@ def load_column(base, stride, left, C: tl.constexpr):
 
 @triton.jit
 def cumulative(log_decay, WIDE: tl.constexpr):
-    """G, the running sum of log_decay. Differences of G lose digits under strong decay: float64 where those count."""
+    """G, the running sum of log_decay. Differences of G lose digits under strong decay: float64 where those
+    count."""
     if WIDE:
         total = tl.cumsum(log_decay.to(tl.float64), 0)
     else:
@@ -111,7 +114,8 @@ def last_of(total, C: tl.constexpr):
 
 @triton.jit
 def pair_decay(to, frm, mask):
-    """exp(to - frm) where the mask holds, else 0. Masked before the exponential, which would overflow elsewhere."""
+    """exp(to - frm) where the mask holds, else 0. Masked before the exponential, which would overflow
+    elsewhere."""
     return tl.where(mask, tl.exp(tl.where(mask, (to - frm).to(tl.float32), 0.0)), 0.0)
 
 
@@ -147,8 +151,8 @@ def _merge(x, a, C: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
 def invert_unit_lower(a, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + a)^{-1} of a strictly lower triangular a [C, C], C in {16, 32, 64}.
 
-    Substitution inside blocks of 16 rows, then block merges. A product of powers of `a` would be shorter and loses
-    every digit when keys repeat.
+    Substitution inside blocks of 16 rows, then block merges. A product of powers of `a` would be shorter and
+    loses every digit when keys repeat.
     """
     N: tl.constexpr = C // 16
     same = tl.arange(0, N)[:, None, None, None] == tl.arange(0, N)[None, None, :, None]

@@ -1,9 +1,9 @@
 """Chunk-parallel backward kernels (math.md, section 5): a reverse pass over chunks, then all chunks at once.
 
-`reverse_kernel` carries dS backwards and applies one transposed triangular inverse per chunk, whatever L is. With its
-results, `writes_grad_kernel` gives the gradients of the writes and `inputs_grad_kernel` those of q, k, log_decay and
-beta. Many sums are kept transposed, [width, C], so that a computed tile is only ever a right operand (see
-`_chunkwise_forward.py`).
+`reverse_kernel` carries dS backwards and applies one transposed triangular inverse per chunk, whatever L is.
+With its results, `writes_grad_kernel` gives the gradients of the writes and `inputs_grad_kernel` those of q,
+k, log_decay and beta. Many sums are kept transposed, [width, C], so that a computed tile is only ever a right
+operand (see `_chunkwise_forward.py`).
 """
 
 import triton
@@ -31,8 +31,8 @@ def reverse_kernel(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """dv; d_states, the gradient of the state at each chunk's end; d_initial. One program: sequence, value head,
-    slice of V."""
+    """dv; d_states, the gradient of the state at each chunk's end; d_initial. One program: sequence, value
+    head, slice of V."""
     SLICES: tl.constexpr = (V + BV - 1) // BV
     v0 = (tl.program_id(0) % SLICES) * BV
     head = tl.program_id(0) // SLICES % HV
@@ -83,8 +83,8 @@ def writes_grad_kernel(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """d_write_k, d_write_v, and d_kept [tokens, HV, L], the gradient of log exp(G_C - G_i) through each write.
-    One program: chunk, value head, write."""
+    """d_write_k, d_write_v, and d_kept [tokens, HV, L], the gradient of log exp(G_C - G_i) through each
+    write. One program: chunk, value head, write."""
     l = tl.program_id(0) % L
     head = tl.program_id(0) // L % HV
     chunk = tl.program_id(0) // L // HV
@@ -146,11 +146,12 @@ def inputs_grad_kernel(
 ):  # fmt: skip
     """dq, dk [tokens, HV, K], d_log_decay, d_beta. One program: chunk, value head.
 
-    log_decay_t scales every path that crosses t: pairs (s, i) with s >= t > i, reads of the chunk's first state at
-    s >= t, rows i < t kept to its end, and the first state carried through. Summing those, and not differences of
-    row and column sums, keeps the digits under strong decay.
+    log_decay_t scales every path that crosses t: pairs (s, i) with s >= t > i, reads of the chunk's first
+    state at s >= t, rows i < t kept to its end, and the first state carried through. Summing those, and not
+    differences of row and column sums, keeps the digits under strong decay.
 
-    One accumulator after the other, each finished before the next begins: together they would spill registers.
+    One accumulator after the other, each finished before the next begins: together they would spill
+    registers.
     """
     head = tl.program_id(0) % HV
     chunk = tl.program_id(0) // HV

@@ -5,14 +5,15 @@ With e_t = v_t - Sbar_t k_t, the error that the rank-1 write corrects, and U = b
     (I + tril(Kb Kb^T . gamma, -1) diag(beta)) e
         = Vb - sum_l tril(Kb X^l^T . gamma, -1) W^l - exp(G) Kb S_0^T.
 
-`prepare_kernel` inverts the matrix on the left, which holds neither v nor the writes, and forms
-P = tril(Q Kb^T . gamma); `writes_kernel` forms what L writes add to v, to o and to the state. Both work on all chunks
-at once. `scan_kernel` walks through the chunks of one sequence and head with a slice of the state's V columns on
+`prepare_kernel` inverts the matrix on the left, which holds neither v nor the writes, and forms P = tril(Q
+Kb^T . gamma); `writes_kernel` forms what L writes add to v, to o and to the state. Both work on all chunks at
+once. `scan_kernel` walks through the chunks of one sequence and head with a slice of the state's V columns on
 chip; the columns of the state are independent of each other.
 
-On Hopper, a dot whose left operand is itself computed becomes a matrix instruction that reads registers, and the
-ptxas that Triton 3.4 to 3.7.0 ships may overwrite those before they are read: wrong results or a bad address, at some
-widths and numbers of warps. So here and in the backward pass a left operand is always a loaded tile.
+On Hopper, a dot whose left operand is itself computed becomes a matrix instruction that reads registers, and
+the ptxas that Triton 3.4 to 3.7.0 ships may overwrite those before they are read: wrong results or a bad
+address, at some widths and numbers of warps. So here and in the backward pass a left operand is always a
+loaded tile.
 """
 
 import triton
@@ -39,8 +40,8 @@ def prepare_kernel(
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of (I + tril(Kb Kb^T . gamma, -1) diag(beta))^{-1} and of scale * P, both [tokens, HV, C]; exp(G) and
-    exp(G_C - G), [tokens, HV] float32. One program: chunk, value head."""
+    """Rows of (I + tril(Kb Kb^T . gamma, -1) diag(beta))^{-1} and of scale * P, both [tokens, HV, C]; exp(G)
+    and exp(G_C - G), [tokens, HV] float32. One program: chunk, value head."""
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
@@ -67,12 +68,13 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["T", "chunks_per_row", "L"])
 def writes_kernel(
-    q, k, v, log_decay, write_k, write_v, target, write_o, write_state, spans, scale, T, chunks_per_row, H, HV, L,
+    q, k, v, log_decay, write_k, write_v, target, write_o, write_state, spans, scale, T,
+    chunks_per_row, H, HV, L,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """target = v minus what k reads of the chunk's writes; write_o = scale times what q reads of them; write_state,
-    their share of the state at the chunk's end. One program: chunk, value head, slice of V."""
+    """target = v minus what k reads of the chunk's writes; write_o = scale times what q reads of them;
+    write_state, their share of the state at the chunk's end. One program: chunk, value head, slice of V."""
     SLICES: tl.constexpr = (V + BV - 1) // BV
     v0 = (tl.program_id(0) % SLICES) * BV
     head = tl.program_id(0) // SLICES % HV
@@ -119,8 +121,8 @@ def scan_kernel(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, INITIAL: tl.constexpr, WRITES: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
-    """o, the final state and, for the backward pass (SAVE), e [tokens, HV, V] and the state at the start of each
-    chunk. One program: sequence, value head, slice of V."""
+    """o, the final state and, for the backward pass (SAVE), e [tokens, HV, V] and the state at the start of
+    each chunk. One program: sequence, value head, slice of V."""
     SLICES: tl.constexpr = (V + BV - 1) // BV
     v0 = (tl.program_id(0) % SLICES) * BV
     head = tl.program_id(0) // SLICES % HV

@@ -1,6 +1,7 @@
 """The implementation that works on chunks in parallel, for long sequences and wide heads.
 
-Launch sizes depend on shapes only; sequence offsets stay on the device. `_operator.py` says what an implementation is.
+Launch sizes depend on shapes only; sequence offsets stay on the device. `_operator.py` says what an
+implementation is.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def tuning(dtype: torch.dtype, K: int, V: int) -> Tuning:
 
 
 class Layout(NamedTuple):
-    """Which tokens each chunk and each sequence has; the tables are None where B rows of length T say it all."""
+    """Which tokens each chunk and each sequence has; the tables are None where B rows of length T say it
+    all."""
 
     chunks: int  # launched: every chunk and, in a packed batch, up to N surplus ones
     chunks_per_row: int
