@@ -116,11 +116,13 @@ class _Scan(torch.autograd.Function):
         ctx.mark_non_differentiable(*output[2:])
         ctx.save_for_backward(*output[2:], inputs[8])
         ctx.shapes = (inputs[0].shape, inputs[2].shape, inputs[10])
+        ctx.device_type = inputs[0].device.type
         ctx.dtypes = [None if t is None else t.dtype for t in inputs[:8]]
 
     @staticmethod
     def backward(ctx: Any, do, dfinal, *_):
-        grads = _Gradients.apply(do, dfinal, *ctx.saved_tensors, *ctx.shapes)
+        with torch.autocast(ctx.device_type, enabled=False):
+            grads = _Gradients.apply(do, dfinal, *ctx.saved_tensors, *ctx.shapes)
         grads = (None if d is None else t.to(d) for t, d in zip(grads, ctx.dtypes, strict=True))
         return *grads, None, None, None
 
@@ -138,9 +140,10 @@ class _Gradients(torch.autograd.Function):
     """The backward pass as a function of its own: a second derivative is an error, and vmap folds it."""
 
     @staticmethod
-    def forward(do, dfinal, *saved):
-        qk, x, w, gamma, start, end, reads, ends, A, solve, e, Y, S, beta, *shapes = saved
-        cu_seqlens, q_shape, v_shape, chunk = shapes
+    def forward(
+        do, dfinal, qk, x, w, gamma, start, end, reads, ends, A, solve, e, Y, S, beta,
+        cu_seqlens, q_shape, v_shape, chunk,
+    ):  # fmt: skip
         B, T, H, K = q_shape
         HV, V = v_shape[2:]
         N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
