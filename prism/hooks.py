@@ -70,6 +70,9 @@ class _AtPosition(NamedTuple):
     position: int
     function: Function
 
+    def __call__(self, tensor: Tensor, *, hook: Hook) -> Any:
+        return self.function(tensor, hook=hook)
+
 
 class _TrueRead:
     def __call__(self, tensor: Tensor, *, hook: Hook) -> None:
