@@ -55,7 +55,7 @@ def measure(run: Path | str, name: str, task: str, arm: str, sequences: int = 8)
     """
     if name not in probes.MEASURES:
         raise ValueError(f"measure: expected one of {', '.join(probes.MEASURES)}, got {name!r}")
-    made = _task(_rows(run, task, arm))
+    made = task_of(run, task, arm)
     parts = []
     for seed, model in load_models(run, task, arm):
         batch = made.batch(sequences, seed=seed, step=0, split="test")
@@ -143,7 +143,9 @@ def _refines(run: Path | str, task: str, arm: str) -> bool:
     return json.loads(_rows(run, task, arm)["model"].iloc[0])["n_refine"] > 0
 
 
-def _task(rows: pd.DataFrame) -> tasks.Task:
+def task_of(run: Path | str, task: str, arm: str) -> tasks.Task:
+    """The task object behind a label of a run."""
+    rows = _rows(run, task, arm)
     return tasks.get(rows["task_name"].iloc[0], **json.loads(rows["task_params"].iloc[0]))
 
 

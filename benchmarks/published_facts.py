@@ -1,0 +1,116 @@
+"""Do our generators and mixers reproduce what others published? Trains the three grids of ablations/grids/ and reports.
+
+    python benchmarks/published_facts.py --device cuda --workers 4      # minutes on one GPU
+    python benchmarks/published_facts.py --only s3_generators --steps 300 --seeds 2   # a look, on a CPU
+
+Writes benchmarks/results/published_facts.json (per fact: rows per arm with intervals over seeds, settings, versions) and
+figures beside it. With --steps or --seeds nothing is written but under --out: a shortened run is no result.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import pandas as pd
+
+import ablations
+from ablations import figures, slices, store
+
+HERE = Path(__file__).resolve().parent
+GRIDS = HERE.parent / "ablations" / "grids"
+FACTS = {
+    "parity_length": ("length generalisation and the range of the erase gate", "position"),
+    "s3_generators": ("S3 from swaps alone against all of its elements", "position"),
+    "mqar_state_size": ("recall against the size of the state", "distance"),
+}
+
+
+def interval(values: pd.Series) -> dict[str, float]:
+    """Mean and bootstrap interval over seeds."""
+    found = ablations.bootstrap_mean(values.to_numpy())
+    return {"mean": found.value, "low": found.low, "high": found.high, "n": found.n}
+
+
+def table(rows: pd.DataFrame, scores: pd.DataFrame, by: str) -> list[dict]:
+    """A line per task and arm. `beyond`: chance-corrected test accuracy at positions that no training word has."""
+    lines = []
+    for (task, arm), of_arm in rows[rows["role"] == "report"].groupby(["task", "arm"], sort=False):
+        ok = of_arm[of_arm["status"] == "ok"]
+        span = (1 - ok["chance"]).iloc[0] if len(ok) else float("nan")
+        line = {
+            "task": task,
+            "arm": arm,
+            "parameters": int(of_arm["parameters"].iloc[0]),
+            "state_size": int(of_arm["state_size"].iloc[0]),
+            "learning_rate": float(of_arm["learning_rate"].iloc[0]),
+            "failed": int((of_arm["status"] != "ok").sum()),
+            "scan_backend": str(of_arm["scan_backend"].iloc[0]),
+            "validation": interval((ok["val_accuracy"] - ok["chance"]) / span),
+            "test": interval((ok["test_accuracy"] - ok["chance"]) / span),
+        }
+        trained_to = json.loads(of_arm["task_params"].iloc[0])["length"]
+        own = scores[(scores["task"] == task) & (scores["arm"] == arm)]
+        if by == "position" and len(own):
+            line["beyond"] = interval(slices.beyond(own, by, trained_to)["chance_corrected"])
+        lines.append(line)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--only", choices=FACTS, action="append")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--out", type=Path, default=Path("runs/published-facts"))
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+
+    for name in options.only or FACTS:
+        title, by = FACTS[name]
+        grid = ablations.load_grid(GRIDS / f"{name}.yaml")
+        shortened = options.steps is not None or options.seeds is not None
+        if options.steps is not None:
+            grid = dataclasses.replace(grid, train=dataclasses.replace(grid.train, steps=options.steps))
+        if options.seeds is not None:
+            grid = dataclasses.replace(grid, seeds=range(options.seeds))
+        out, started = options.out / name, time.perf_counter()
+        rows = ablations.run(grid, out, device=options.device, workers=options.workers, save_models=True)
+        scores = slices.accuracy_by(out, by, device=options.device)
+        found = table(rows, scores, by)
+        record = {
+            "fact": title,
+            "train": dataclasses.asdict(grid.train),
+            "tasks": {label: dict(params) for label, params in grid.tasks.items()},
+            "rows": found,
+            "seconds": round(time.perf_counter() - started, 1),
+            "results_version": store.RESULTS_VERSION,
+            "environment": store.environment(options.device),
+        }
+        print(f"\n{title}")
+        for line in found:
+            texts = [f"{line['task']:22} {line['arm']:30} {line['state_size']:6}"]
+            for key in ("validation", "test", "beyond"):
+                if key in line:
+                    e = line[key]
+                    texts.append(f"{key} {e['mean']:.2f} [{e['low']:.2f}, {e['high']:.2f}]")
+            print("  ".join(texts), f"n = {line['validation']['n']}")
+        target = out if shortened else options.results
+        target.mkdir(parents=True, exist_ok=True)
+        (target / f"published_{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        scores.to_csv(out / "accuracy_by.csv", index=False)
+        with figures.paper_style():
+            labels = list(dict.fromkeys(rows["task"]))
+            figure, axes = figures.panels(len(labels), sharey=True)
+            for ax, label in zip(axes, labels, strict=True):
+                trained_to = grid.task(label).length if by == "position" else None
+                slices.plot_by(scores, by, label, trained_to, ax=ax)
+            figures.legend_below(figure, axes, columns=2)
+            figures.save(figure, target / f"published_{name}")
+
+
+if __name__ == "__main__":
+    main()
