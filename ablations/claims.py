@@ -116,7 +116,7 @@ def findings(rows: pd.DataFrame) -> list[Finding]:
     for contrast in contrasts(rows):
         of_task = reported[reported["task"] == contrast.task]
         verdict, difference, words = _judge(of_task, contrast.arm, contrast.against)
-        text = f"{contrast.task}: {contrast.ingredient}: {words}"
+        text = f"{contrast.ingredient}: {words}"
         result.append(
             Finding(contrast.task, contrast.arm, contrast.against, contrast.field, verdict, difference, text)
         )
@@ -128,16 +128,24 @@ def findings(rows: pd.DataFrame) -> list[Finding]:
 def headline(rows: pd.DataFrame) -> list[str]:
     """One sentence a task: which arms solved it in how many seeds, or that all are alike."""
     sentences = []
-    for task, of_task in _reported(rows).groupby("task", sort=False):
+    for _, of_task in _reported(rows).groupby("task", sort=False):
         judged = [finding for finding in findings(of_task) if finding.field]
         solved = _solved_counts(of_task)
         if judged and all(finding.verdict == "alike" for finding in judged):
-            sentences.append(
-                f"{task}: all arms that differ in one ingredient are alike ({_counts_text(solved)})."
-            )
+            sentences.append(f"All arms that differ in one ingredient are alike ({_counts_text(solved)}).")
         else:
-            sentences.append(f"{task}: seeds that solved it: {_counts_text(solved)}.")
+            sentences.append(f"Seeds that solved it: {_counts_text(solved)}.")
     return sentences
+
+
+def sections(rows: pd.DataFrame) -> dict[str, list[str]]:
+    """Task -> the headline of the task and then every finding on it."""
+    tasks = list(dict.fromkeys(_reported(rows)["task"]))
+    found = findings(rows)
+    return {
+        task: [sentence, *(finding.text for finding in found if finding.task == task)]
+        for task, sentence in zip(tasks, headline(rows), strict=True)
+    }
 
 
 def multiplicity(found: list[Finding]) -> str:
@@ -199,7 +207,7 @@ def _rivals(of_task: pd.DataFrame, contrast: Contrast) -> list[Finding]:
             "lowers": f" {name} has no refinement and does better.",
         }.get(verdict, "")
         pair = f"{contrast.arm} against {name} (mixers that differ in {fields})"
-        text = f"{contrast.task}: {pair}: {words}{tail} {size}."
+        text = f"{pair}: {words}{tail} {size}."
         result.append(Finding(contrast.task, contrast.arm, name, "", verdict, difference, text))
     return result
 

@@ -208,25 +208,25 @@ def _tasks(context: typer.Context) -> None:
 
 @friendly
 def _list_tasks() -> None:
-    import tasks
+    from ablations.report import console
+    from tasks.gallery import describe
 
-    for name in tasks.names():
-        typer.echo(f"{name:24} {tasks.family(name).summary}")
+    console().print(describe())
 
 
 @tasks_app.command("show")
 @friendly
 def show(
-    name: Annotated[str, typer.Argument(help="A task's name, with parameters: 'xor length=16'.")],
-    seed: Annotated[int, typer.Option(help="Which sequence.")] = 0,
+    name: Annotated[str, typer.Argument(help="A task's name, with parameters if you like: 'xor length=16'.")],
+    examples: Annotated[int, typer.Option("-n", min=1, help="How many sequences.")] = 3,
 ) -> None:
-    """Show a task: what it asks, its parameters, and one sequence with its answers."""
-    import tasks
+    """Show a task: what it asks, its parameters, and sequences with their answers explained."""
     from ablations.grid import parse_task
+    from ablations.report import console
+    from tasks.gallery import render
 
     _, params = parse_task(name)
-    task = tasks.get(params.pop("task"), **params)
-    typer.echo(tasks.render(task, seed=seed))
+    console().print(render(params.pop("task"), examples, **params))
 
 
 def main() -> None:

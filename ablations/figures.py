@@ -136,7 +136,7 @@ def accuracy_points(rows: pd.DataFrame, task: str, ax: Axes | None = None) -> Ax
     counts = of_task.groupby("arm", sort=False).size()
     ax.set_yticks(range(len(arms)), [f"{arm} (n = {counts[arm]})" for arm in arms])
     ax.set_ylim(len(arms) - 0.5, -0.5)
-    ax.set(xlabel="test accuracy, a point per seed", title=task)
+    ax.set(xlabel="test accuracy (points: seeds; bar: mean, 95% interval)", title=task)
     return ax
 
 
@@ -152,7 +152,7 @@ def draw_all(rows: pd.DataFrame, run: Path | str) -> list[Path]:
             learning_curves(rows, task, ax)
         for ax in axes[1:]:
             ax.set_ylabel("")
-        legend_below(curves, axes)
+        legend_below(curves, axes, title="mean over n seeds; band: 95% bootstrap interval of the mean")
         points, axes = panels(len(tasks), sharey=False, height=0.6 + 0.27 * rows["arm"].nunique())
         for ax, task in zip(axes, tasks, strict=True):
             accuracy_points(rows, task, ax)
@@ -176,14 +176,21 @@ def panels(count: int, sharey: bool, height: float = PANEL[1]) -> tuple[Figure, 
     return figure, list(axes)
 
 
-def legend_below(figure: Figure, axes: Sequence[Axes], columns: int = 4) -> None:
+def legend_below(figure: Figure, axes: Sequence[Axes], columns: int = 4, title: str = "") -> None:
     """One legend for all panels, under them."""
     named: dict[str, Any] = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             named.setdefault(label, handle)
     columns = min(columns, max(1, 2 * len(axes)))
-    figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=columns, frameon=False)
+    figure.legend(
+        list(named.values()),
+        list(named),
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        title=title,
+    )
 
 
 def save(figure: Figure, stem: Path) -> Path:

@@ -18,6 +18,7 @@ from ablations import claims, store
 from ablations.statistics import Estimate, bootstrap_mean, solved, wilson
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 HEADINGS = {
@@ -170,7 +171,7 @@ def write_report(run: Path | str, figures: bool = True) -> dict[str, Path]:
     """
     run = Path(run)
     rows = store.load(run)
-    summary, found = summarize(rows), claims.findings(rows)
+    summary = summarize(rows)
     paths = {"table": run / "summary.csv", "markdown": run / "report.md", "html": run / "report.html"}
     summary.to_csv(paths["table"], index=False)
     if figures:
@@ -179,40 +180,42 @@ def write_report(run: Path | str, figures: bool = True) -> dict[str, Path]:
         drawing.draw_all(rows, run)
         paths["figures"] = run / "figures"
     drawn = sorted((run / "figures").glob("*.png"), key=lambda path: (path.stem not in _FIRST, path.stem))
-    sections = [
-        (
-            "What was found",
-            [*claims.headline(rows), *(finding.text for finding in found), claims.multiplicity(found)],
-        ),
-        ("Notes", notes(rows)),
-    ]
+    sections = [(f"What was found on {task}", lines) for task, lines in claims.sections(rows).items()]
+    sections.append(("Notes", [claims.multiplicity(claims.findings(rows)), *notes(rows)]))
     paths["markdown"].write_text(_markdown_page(summary, sections, drawn, run))
     paths["html"].write_text(_html_page(summary, sections, drawn, run))
     return paths
 
 
+def console() -> Console:
+    """The terminal, or 110 columns at least where the output goes into a file."""
+    from rich.console import Console
+
+    found = Console()
+    return found if found.is_terminal else Console(width=max(110, found.width))
+
+
 def print_report(rows: pd.DataFrame, paths: dict[str, Path], seconds: float | None = None) -> None:
     """Table, findings, notes and paths on the terminal (at least 110 columns where it is not one)."""
-    from rich.console import Console
     from rich.markup import escape
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(110, console.width))
-    found = claims.findings(rows)
+    screen = console()
     for table in rich_tables(summarize(rows)):
-        console.print(table)
-    console.print("[bold]What was found[/bold]")
-    for line in [*claims.headline(rows), *(finding.text for finding in found), claims.multiplicity(found)]:
-        console.print(f"• {escape(line)}", highlight=False)
-    console.print("\n[bold]Notes[/bold]")
+        screen.print(table)
+    screen.print("[bold]What was found[/bold]")
+    for task, lines in claims.sections(rows).items():
+        screen.print(f"[bold]{escape(task)}[/bold]")
+        for line in lines:
+            screen.print(f"• {escape(line)}", highlight=False)
+    screen.print(escape(claims.multiplicity(claims.findings(rows))), highlight=False)
+    screen.print("\n[bold]Notes[/bold]")
     for line in notes(rows):
-        console.print(f"• {escape(line)}", highlight=False)
-    console.print("\n[bold]Files[/bold]")
+        screen.print(f"• {escape(line)}", highlight=False)
+    screen.print("\n[bold]Files[/bold]")
     for name, path in paths.items():
-        console.print(f"• {name}: {escape(str(path))}", highlight=False)
+        screen.print(f"• {name}: {escape(str(path))}", highlight=False)
     if seconds is not None:
-        console.print(f"\n{seconds:.0f} seconds in all.", highlight=False)
+        screen.print(f"\n{seconds:.0f} seconds in all.", highlight=False)
 
 
 def _markdown_page(
@@ -220,7 +223,9 @@ def _markdown_page(
 ) -> str:
     parts = ["# Ablation report", markdown(summary)]
     for title, lines in sections:
-        parts.append(f"## {title}\n\n" + "\n".join(f"- {_escape_markdown(line)}" for line in lines))
+        parts.append(
+            f"## {_escape_markdown(title)}\n\n" + "\n".join(f"- {_escape_markdown(line)}" for line in lines)
+        )
     parts += [f"![{path.stem}]({path.relative_to(run).as_posix()})" for path in drawn]
     return "\n\n".join(parts) + "\n"
 
@@ -238,7 +243,7 @@ def _html_page(
     parts += ["<h1>Ablation report</h1>", html(summary)]
     for title, lines in sections:
         items = "".join(f"<li>{html_escape.escape(line)}</li>" for line in lines)
-        parts.append(f"<h2>{title}</h2><ul>{items}</ul>")
+        parts.append(f"<h2>{html_escape.escape(title)}</h2><ul>{items}</ul>")
     for path in drawn:
         source = html_escape.escape(path.relative_to(run).as_posix(), quote=True)
         parts.append(f"<p><img src='{source}' alt='{html_escape.escape(path.stem, quote=True)}'></p>")

@@ -11,7 +11,7 @@ import queue
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ablations import store
-from ablations.grid import Cell, Grid, count_parameters, state_size
+from ablations.grid import Cell, Grid, count_parameters, grid_from_mapping, state_size
 from ablations.trainer import Trainer
 
 _POLL_SECONDS = 0.2
@@ -39,7 +39,7 @@ class _How:
 
 
 def run(
-    grid: Grid,
+    grid: Grid | Mapping[str, Any],
     out: Path | str,
     *,
     device: str = "cpu",
@@ -49,7 +49,9 @@ def run(
     retry_failed: bool = False,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Train every cell of `grid` that `out` does not hold yet, and return the grid's rows (see `store.load`).
+    """Train every cell of `grid` that `out` lacks, and return the grid's rows (see `store.load`).
+
+    grid: a Grid, or a mapping as a grid file holds it.
 
     The seeds of an arm on a task train together as one batched model. Rows are written as soon as their group
     is done.
@@ -62,6 +64,8 @@ def run(
     Raises ValueError for a bad argument and where `out` holds another results_version; an exception inside a
     cell does not end the run, it becomes the cell's row.
     """
+    if not isinstance(grid, Grid):
+        grid = grid_from_mapping(grid)
     if workers < 1:
         raise ValueError(f"workers: expected at least 1, got {workers}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():

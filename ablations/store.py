@@ -32,6 +32,7 @@ SCHEMA = pa.schema(
         "error": pa.string(),
         "test_accuracy": pa.float64(),
         "test_loss": pa.float64(),
+        "test_slices": pa.string(),  # JSON: slice -> value -> [accuracy, positions], see tasks.by_slice
         "val_accuracy": pa.float64(),
         "val_loss": pa.float64(),
         "chance": pa.float64(),

@@ -7,13 +7,14 @@ replayed, and the host has nothing to do but generate a block of batches every B
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 import tasks
@@ -45,6 +46,14 @@ def learning_rates(settings: TrainSettings) -> list[float]:
             )
         rates.append(share * settings.learning_rate)
     return rates
+
+
+class Scores(NamedTuple):
+    """Of each member: accuracy, loss, and its answer at every position."""
+
+    accuracy: Float[Tensor, " M"]
+    loss: Float[Tensor, " M"]
+    predictions: Int[Tensor, "M rows T"]
 
 
 class Trainer:
@@ -87,7 +96,7 @@ class Trainer:
         self._wants_graph = self.device.type == "cuda" if cuda_graph is None else cuda_graph
         if self._wants_graph and self.device.type != "cuda":
             raise ValueError(f"cuda_graph: expected False on device {self.device}, got True")
-        self._held_out: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        self._kept: dict[tuple[str, int], list[tasks.Batch]] = {}
 
     def step(self) -> None:
         """One optimiser step of every member."""
@@ -104,11 +113,14 @@ class Trainer:
             self._step()
         self.steps_done += 1
 
-    def evaluate(self, split: str, rows: int) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-        """Accuracy and loss of each member on `rows` sequences of its own of a split; float64 on the CPU."""
-        inputs, targets = self._rows(split, rows)
+    def evaluate(self, split: str, rows: int) -> Scores:
+        """Score each member on `rows` sequences of its own of a split; everything comes back on the CPU."""
+        batches = self._held_out(split, rows)
+        inputs = torch.stack([batch.inputs for batch in batches])
+        targets = torch.stack([batch.targets for batch in batches])
         hits = torch.zeros(len(self.seeds), dtype=torch.int64, device=self.device)
-        scored, losses = hits.clone(), self.loss_sum.new_zeros(len(self.seeds))
+        scored, losses = hits.clone(), hits.double()
+        predictions = []
         with torch.no_grad():
             for x, y in zip(inputs.split(_EVAL_ROWS, dim=1), targets.split(_EVAL_ROWS, dim=1), strict=True):
                 logits = self.ensemble(x)
@@ -116,7 +128,8 @@ class Trainer:
                 losses += member_losses(logits, y).double() * of
                 hits += right
                 scored += of
-        return (hits.double() / scored).cpu(), (losses / scored).cpu()
+                predictions.append(logits.argmax(-1).cpu())
+        return Scores((hits.double() / scored).cpu(), (losses / scored).cpu(), torch.cat(predictions, 1))
 
     def train(self, on_step: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
         """Train to the end and return a row per member, in the order of the seeds (columns of
@@ -168,16 +181,23 @@ class Trainer:
             self.inputs[:, member] = batch.inputs.view(BLOCK, self.settings.batch_size, -1)
             self.targets[:, member] = batch.targets.view(BLOCK, self.settings.batch_size, -1)
 
-    def _rows(self, split: str, rows: int) -> tuple[Tensor, Tensor]:
-        if (split, rows) not in self._held_out:
-            batches = [
-                self.task.batch(rows, seed=s, step=0, split=split, device=self.device) for s in self.seeds
+    def _held_out(self, split: str, rows: int) -> list[tasks.Batch]:
+        if (split, rows) not in self._kept:
+            self._kept[split, rows] = [
+                self.task.batch(rows, seed=seed, step=0, split=split, device=self.device)
+                for seed in self.seeds
             ]
-            inputs, targets = (
-                torch.stack([getattr(b, name) for b in batches]) for name in ("inputs", "targets")
-            )
-            self._held_out[split, rows] = inputs, targets
-        return self._held_out[split, rows]
+        return self._kept[split, rows]
+
+    def _slices(self, member: int, predictions: Int[Tensor, "rows T"]) -> str:
+        """Test accuracy by position, length ..., as JSON: slice -> value -> [accuracy, positions]."""
+        batch = self._held_out("test", self.settings.test_size)[member].to("cpu")
+        return json.dumps(
+            {
+                name: {str(value): [round(accuracy, 6), count] for value, (accuracy, count) in found.items()}
+                for name, found in tasks.by_slice(predictions, batch).items()
+            }
+        )
 
     def _capture(self) -> None:
         """Capture a step. Kernels compile in the calls before; what they changed is put back."""
@@ -202,7 +222,7 @@ class Trainer:
             for tensor, value in zip(changed, kept, strict=True):
                 tensor.copy_(value)
 
-    def _result(self, curves: _Curves, test: tuple[Tensor, Tensor], seconds: float) -> list[dict[str, Any]]:
+    def _result(self, curves: _Curves, test: Scores, seconds: float) -> list[dict[str, Any]]:
         task, config = self.task, self.ensemble.config
         rows = []
         for member, died in enumerate(self.optimiser.diverged_at.tolist()):
@@ -221,7 +241,8 @@ class Trainer:
                 **curves.of(member),
             }
             if died < 0:
-                row |= {"test_accuracy": test[0][member].item(), "test_loss": test[1][member].item()}
+                row |= {"test_accuracy": test.accuracy[member].item(), "test_loss": test.loss[member].item()}
+                row["test_slices"] = self._slices(member, test.predictions[member])
                 row |= {"val_accuracy": curves.accuracy[-1][member], "val_loss": curves.val_loss[-1][member]}
             rows.append(row)
         return rows
@@ -236,11 +257,11 @@ class _Curves:
         self.val_loss: list[list[float]] = []
         self.accuracy: list[list[float]] = []
 
-    def add(self, step: int, train_loss: Tensor, val: tuple[Tensor, Tensor]) -> None:
+    def add(self, step: int, train_loss: Tensor, val: Scores) -> None:
         self.steps.append(step)
         self.train_loss.append(train_loss.tolist())
-        self.accuracy.append(val[0].tolist())
-        self.val_loss.append(val[1].tolist())
+        self.accuracy.append(val.accuracy.tolist())
+        self.val_loss.append(val.loss.tolist())
 
     def of(self, member: int) -> dict[str, list[Any]]:
         return {

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ablations.report import console
+
 if TYPE_CHECKING:
     from prism.verify import Comparison
 
@@ -26,13 +28,10 @@ def run_and_print(device: str = "cpu") -> bool:
 def show(comparisons: Sequence[Comparison], device: str) -> bool:
     """Print the comparisons and what they come to; see `run_and_print`."""
     from rich import box
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(110, console.width))
+    screen = console()
     groups: dict[tuple[str, str], list[Comparison]] = {}
     for comparison in comparisons:
         groups.setdefault((comparison.backend, comparison.identity), []).append(comparison)
@@ -48,18 +47,18 @@ def show(comparisons: Sequence[Comparison], device: str) -> bool:
         result = f"{len(compared)} equal" if all(one.ok for one in compared) else "FAILED"
         where = f"{worst.error:.1e} ({worst.tensor})"
         table.add_row(backend, escape(identity), result, escape(where), f"{worst.tolerance:g}")
-    console.print(table)
+    screen.print(table)
     failed = [one for one in comparisons if one.status == "failed"]
     passed = [one for one in comparisons if one.status == "passed"]
     for one in failed:
         where = f"{one.identity}, {one.backend}: {one.tensor}"
         text = f"FAILED: {where} is off by {one.error:.3g}, allowed {one.tolerance:g}"
-        console.print(escape(text), highlight=False, soft_wrap=True)
+        screen.print(escape(text), highlight=False, soft_wrap=True)
     if not failed and not passed:
-        console.print("FAILED: nothing was compared", highlight=False)
+        screen.print("FAILED: nothing was compared", highlight=False)
     skipped = len(comparisons) - len(failed) - len(passed)
     ran = ", ".join(dict.fromkeys(one.backend for one in comparisons if one.status != "skipped"))
-    console.print(
+    screen.print(
         f"{len(passed)} comparisons passed, {len(failed)} failed, {skipped} skipped; "
         f"backends that ran: {ran or 'none'}.",
         highlight=False,

@@ -1,8 +1,10 @@
-"""Choose the demo's learning rates on validation: every arm and task at every candidate, from seeds never reported.
+"""Choose the demo's learning rates on validation: every arm and task at every candidate, from seeds never
+reported.
 
     python benchmarks/demo_learning_rates.py            # writes benchmarks/results/demo_learning_rates.json
 
-The choice is what `ablations.demo.LEARNING_RATES` holds (a test compares the two). The sweep resumes where it stopped.
+The choice is what `ablations.demo.LEARNING_RATES` holds (a test compares the two). The sweep resumes where it
+stopped.
 """
 
 from __future__ import annotations
@@ -19,8 +21,12 @@ sys.path.insert(0, str(HERE.parent))
 def main() -> None:
     from ablations import demo
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("runs/demo_learning_rates"), help="where cells are kept")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/demo_learning_rates"), help="where cells are kept"
+    )
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "demo_learning_rates.json")
     given = parser.parse_args()

@@ -105,8 +105,9 @@ def test_headline_says_when_all_are_alike(make_rows):
         }
     )
     first, second = claims.headline(rows)
-    assert first == "xor: all arms that differ in one ingredient are alike (PRISM 6 of 6, no GELU 6 of 6)."
-    assert second == "parity: seeds that solved it: PRISM 5 of 6, no GELU 0 of 6."
+    assert {task: len(lines) for task, lines in claims.sections(rows).items()} == {"xor": 2, "parity": 2}
+    assert first == "All arms that differ in one ingredient are alike (PRISM 6 of 6, no GELU 6 of 6)."
+    assert second == "Seeds that solved it: PRISM 5 of 6, no GELU 0 of 6."
     assert claims.multiplicity(claims.findings(rows)).startswith("2 comparisons, each at 5%")
 
 

@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -178,8 +179,8 @@ def test_data_streams_are_the_members_own_and_training_never_sees_held_out_rows(
     expected = TASK.batch(BLOCK * 4, seed=1, step=0, split="train").inputs
     assert torch.equal(rows[1], expected)
     assert not torch.equal(rows[0], rows[1])
-    trainer.evaluate("test", 8)
-    assert (TASK.split_of(trainer._held_out["test", 8][0].flatten(0, 1)) == 2).all()
+    for batch in trainer._held_out("test", 8):
+        assert (TASK.split_of(batch.inputs) == 2).all()
     for _ in range(32):
         trainer.step()
     assert torch.equal(trainer.inputs[3, 0], TASK.batch(4, seed=0, step=1, start=12).inputs)
@@ -191,6 +192,19 @@ def test_a_short_training_learns():
     assert max(row["test_accuracy"] for row in rows) > 0.8
     assert rows[0]["curve_step"] == [75, 150]
     assert rows[0]["curve_train_loss"][1] < rows[0]["curve_train_loss"][0]
+
+
+def test_accuracy_can_be_read_by_slice():
+    task = tasks.get("mqar", length=16, pairs=3, queries=2, vocab_size=24)
+    settings = TrainSettings(steps=1, batch_size=2, test_size=300)
+    trainer = Trainer(config(vocab_size=24), task, settings, [0, 1])
+    row = trainer.train()[1]
+    slices = json.loads(row["test_slices"])
+    assert set(slices["pair"]) == {"0", "1", "2"}
+    for found in slices.values():
+        assert sum(count for _, count in found.values()) == 600
+        mean = sum(accuracy * count for accuracy, count in found.values()) / 600
+        assert mean == pytest.approx(row["test_accuracy"], abs=1e-5)
 
 
 def test_cuda_graph_is_refused_on_a_cpu():
