@@ -183,6 +183,7 @@ def replay_state(
     for stop in sorted({p + 1 for p in (*wanted, *patches)}):
         part = factors.part(start, stop, state)
         _, state = part.scan(part.k, output_final_state=True, backend=backend)
+        assert state is not None
         if stop - 1 in patches:
             state = patches[stop - 1].to(wide)
         found[stop - 1] = state

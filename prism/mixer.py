@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,10 +96,9 @@ class ScanFactors(NamedTuple):
         tensors = [None if f is None else f[:, start:stop] for f in self[:-1]]
         return ScanFactors._make([*tensors, initial_state])
 
-    def scan(self, q: Float[Tensor, "B T H K"], **options: Any) -> tuple[Tensor, Tensor]:
+    def scan(self, q: Float[Tensor, "B T H K"], **options: Any) -> tuple[Tensor, Tensor | None]:
         """`prism_scan` of these."""
-        made = prism_scan(q, *self[:-1], initial_state=self.initial_state, **options)  # type: ignore[arg-type]
-        return cast(tuple[Tensor, Tensor], made)
+        return prism_scan(q, *self[:-1], initial_state=self.initial_state, **options)  # type: ignore[arg-type]
 
 
 class PrismCache(NamedTuple):
@@ -381,6 +380,7 @@ class PrismMixer(nn.Module):
         for stop in [*sorted({position % T + 1 for position, _ in edits} - {T}), T]:
             part = factors.part(start, stop, state)
             o, state = part.scan(q[:, start:stop], output_final_state=True, **options)
+            assert state is not None
             for position, item in edits:
                 if position % T == stop - 1:
                     state = points.replace(item, state.unsqueeze(1)).squeeze(1)
