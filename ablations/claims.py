@@ -108,9 +108,7 @@ def contrasts(rows: pd.DataFrame) -> list[Contrast]:
 
 
 def findings(rows: pd.DataFrame) -> list[Finding]:
-    """All contrasts of a run, each with its verdict, and where the refinement was credited, who else gets
-    there.
-    """
+    """All contrasts of a run with their verdicts; where the refinement is credited, who else gets there."""
     reported = _reported(rows)
     result = []
     for contrast in contrasts(rows):

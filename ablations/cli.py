@@ -36,9 +36,7 @@ RunDirectory = Annotated[Path, typer.Argument(help="Directory of a run, for exam
 
 
 def friendly(command: Callable[..., None]) -> Callable[..., None]:
-    """Bad input becomes one line and exit code 2, Ctrl-C exit code 130; PRISM_TRACEBACK=1 shows where it
-    happened.
-    """
+    """Bad input becomes one line and exit code 2, Ctrl-C exit code 130; PRISM_TRACEBACK=1 shows where."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:

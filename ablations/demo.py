@@ -111,9 +111,7 @@ def run_demo(
 
 
 def choose_learning_rates(out: Path | str, workers: int = 1) -> dict[str, Any]:
-    """Run the sweep and return its record: the choice per task and arm, and every candidate's validation
-    scores.
-    """
+    """Run the sweep; returns the choice per task and arm, and every candidate's validation scores."""
     from ablations import runner, store
 
     runner.run(selection_grid(), out, workers=workers)

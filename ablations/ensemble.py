@@ -71,9 +71,7 @@ class Ensemble:
 
     @property
     def scan_backend(self) -> str:
-        """The scan backend that runs on this device and dtype ("serial": the state anchor, which no scan can
-        run).
-        """
+        """The scan backend that runs here ("serial": the state anchor, which no scan can run)."""
         return scan_backend(self.config, self.device, self.flat.dtype)
 
     def __call__(self, tokens: Int[Tensor, "M B T"]) -> Float[Tensor, "M B T vocabulary"]:

@@ -1,7 +1,6 @@
 """Figures of a run. Every function draws on an Axes that it is given (or makes) and returns it.
 
-Colours are Okabe and Ito's; markers and line styles repeat what colour says. Arms keep their look in every
-figure.
+Colours are Okabe and Ito's; markers and line styles repeat them. Arms keep their look in every figure.
 """
 
 from __future__ import annotations
@@ -69,9 +68,7 @@ def paper_style() -> Iterator[None]:
 
 
 def learning_curves(rows: pd.DataFrame, task: str, ax: Axes | None = None) -> Axes:
-    """Validation accuracy over steps: mean over seeds, bootstrap interval as a band, chance and ceiling as
-    lines.
-    """
+    """Validation accuracy over steps: mean over seeds, bootstrap interval as a band, chance, ceiling."""
     ax = _axes(ax)
     of_task = _of_task(rows, task)
     looks = look_of(list(dict.fromkeys(rows["arm"])))
@@ -99,9 +96,7 @@ def learning_curves(rows: pd.DataFrame, task: str, ax: Axes | None = None) -> Ax
 
 
 def accuracy_points(rows: pd.DataFrame, task: str, ax: Axes | None = None) -> Axes:
-    """Test accuracy per arm: a point per seed, the mean with its bootstrap interval, chance and ceiling as
-    lines.
-    """
+    """Test accuracy per arm: a point per seed, the mean with its bootstrap interval, chance, ceiling."""
     ax = _axes(ax)
     of_task = _of_task(rows, task)
     arms = list(dict.fromkeys(of_task["arm"]))
@@ -141,9 +136,7 @@ def accuracy_points(rows: pd.DataFrame, task: str, ax: Axes | None = None) -> Ax
 
 
 def draw_all(rows: pd.DataFrame, run: Path | str) -> list[Path]:
-    """Draw learning curves and accuracies of all tasks into run/figures as PNG and PDF; returns the PNG
-    paths.
-    """
+    """Draw learning curves and accuracies of all tasks into run/figures; returns the paths of the PNGs."""
     tasks = list(dict.fromkeys(rows["task"]))
     folder = Path(run) / "figures"
     with paper_style():

@@ -71,9 +71,7 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class Cell:
-    """One model to train: an arm on a task from a seed. `role` is "report", or "selection" for learning
-    rates.
-    """
+    """One model to train: an arm on a task from a seed. `role`: "report" or "selection"."""
 
     task: str
     arm: str
@@ -85,9 +83,7 @@ class Cell:
     train: TrainSettings
 
     def configuration(self) -> dict[str, Any]:
-        """The canonical configuration that names the cell: everything that decides its numbers but the
-        hardware.
-        """
+        """The canonical configuration that names the cell: all that decides its numbers but the hardware."""
         task = _task(self.task_name, store.canonical_json(self.task_params))
         return {
             "task": {"name": task.name, "version": task.version, "params": dict(task.params)},
@@ -175,9 +171,7 @@ class Grid:
         return settings
 
     def selection_cells(self) -> list[Cell]:
-        """Cells that choose learning rates: every arm on every task at every rate from the selection
-        seeds.
-        """
+        """Cells that choose learning rates: every arm, task and rate, from the selection seeds."""
         return [
             self._cell(task, arm, seed, "selection", rate)
             for task in self.tasks
@@ -337,9 +331,7 @@ def from_flags(
     batch_size: int,
     rates: Sequence[float],
 ) -> Grid:
-    """The grid that `prism ablate`'s flags describe; several rates are chosen from with three seeds of their
-    own.
-    """
+    """The grid that `prism ablate`'s flags describe; several rates are chosen from with three other seeds."""
     for name, given in (("--task", tasks_), ("--arm", arms)):
         if not given:
             raise ValueError(f"{name}: expected at least one (or a grid file), got none")

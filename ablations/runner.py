@@ -1,6 +1,4 @@
-"""`run`: compute what a grid lacks in a directory, in this process or in several, and return all of its
-rows.
-"""
+"""`run`: compute what a directory lacks of a grid, in one process or several, and return all rows."""
 
 from __future__ import annotations
 
@@ -180,9 +178,7 @@ def _missing_groups(cells: Sequence[Cell], out: Path, retry_failed: bool) -> lis
 
 
 def _cost(group: Sequence[Cell]) -> float:
-    """Rough relative cost, for the order of the groups and the progress bar: tokens times parameters, and a
-    floor.
-    """
+    """Rough relative cost, for the order of the groups and the progress bar."""
     first = group[0]
     tokens = first.train.steps * first.train.batch_size * first.make_task().length
     return len(group) * tokens * (count_parameters(first.model) + 2e4) / 1e9

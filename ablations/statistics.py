@@ -17,9 +17,7 @@ SOLVED_SHARE = 0.95
 
 
 class Estimate(NamedTuple):
-    """A value, its two-sided interval (NaN where n does not support one) and the number of seeds behind
-    it.
-    """
+    """A value, its two-sided interval (NaN where n does not support one) and the number of seeds."""
 
     value: float
     low: float
@@ -42,9 +40,7 @@ class Paired(NamedTuple):
 def solved(
     accuracy: Float[np.ndarray, " n"], chance: Float[np.ndarray, " n"], ceiling: Float[np.ndarray, " n"]
 ) -> Bool[np.ndarray, " n"]:
-    """Whether test accuracy reaches chance + 0.95 (ceiling - chance); a failed seed (NaN) has not solved
-    anything.
-    """
+    """Whether accuracy reaches chance + 0.95 (ceiling - chance); a failed seed (NaN) has solved nothing."""
     accuracy = np.asarray(accuracy, dtype=float)
     # 1e-9: an accuracy that equals the bar up to the rounding of the bar itself counts.
     return accuracy >= np.asarray(chance) + SOLVED_SHARE * (np.asarray(ceiling) - np.asarray(chance)) - 1e-9

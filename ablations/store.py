@@ -83,8 +83,7 @@ def save(
 ) -> str:
     """Write one finished cell and return its key.
 
-    `row` has the columns of SCHEMA (without the key); what it lacks is stored as null, an unknown column
-    raises.
+    row: columns of SCHEMA but the key; what it lacks is stored as null, an unknown column raises ValueError.
     """
     unknown = sorted(set(row) - set(SCHEMA.names))
     if unknown:
@@ -182,9 +181,7 @@ def load(out: Path | str) -> pd.DataFrame:
 
 
 def remember_order(out: Path | str, tasks: Iterable[str], arms: Iterable[str]) -> None:
-    """Keep the order of a grid's tasks and arms, in which `load` returns them; what is known already stays
-    first.
-    """
+    """Keep the order of a grid's tasks and arms for `load`; what is known already stays first."""
     order = _read_order(out)
     for kind, names in (("task", tasks), ("arm", arms)):
         order[kind] = list(dict.fromkeys([*order.get(kind, []), *names]))

@@ -23,18 +23,14 @@ from ablations.grid import TrainSettings, state_size
 from prism import PrismConfig, PrismModel
 
 BLOCK = 32
-"""Steps whose batches are generated in one call; part of what a data stream is, so it moves with
-RESULTS_VERSION.
-"""
+"""Steps whose batches come from one call; it defines the data streams, so it moves with RESULTS_VERSION."""
 
 _EVAL_ROWS = 256
 _WARM_UP_CALLS = 3
 
 
 def learning_rates(settings: TrainSettings) -> list[float]:
-    """Learning rate of every step: linear warm-up, then a half cosine down to `final_fraction` of the
-    peak.
-    """
+    """Learning rate of every step: linear warm-up, then a half cosine to `final_fraction` of the peak."""
     warm, last = min(settings.warmup_steps, settings.steps - 1), settings.final_fraction
     rates = []
     for step in range(settings.steps):
@@ -59,8 +55,7 @@ class Scores(NamedTuple):
 class Trainer:
     """Members of one configuration, one per seed, on their own data streams.
 
-    Batch of member m at step t: rows (t mod BLOCK) * B .. of `task.batch(..., seed=seeds[m], step=t //
-    BLOCK)`.
+    Member m at step t reads rows (t mod BLOCK) * B .. of `task.batch(..., seed=seeds[m], step=t // BLOCK)`.
 
     cuda_graph: capture the step (default on CUDA). compile: pass the loss through torch.compile.
     """
@@ -132,9 +127,7 @@ class Trainer:
         return Scores((hits.double() / scored).cpu(), (losses / scored).cpu(), torch.cat(predictions, 1))
 
     def train(self, on_step: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
-        """Train to the end and return a row per member, in the order of the seeds (columns of
-        `store.SCHEMA`).
-        """
+        """Train to the end; returns a row per member (columns of `store.SCHEMA`) in the order of seeds."""
         started = time.perf_counter()
         settings, curves, logged = self.settings, _Curves(), self.steps_done
 

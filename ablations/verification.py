@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 
 def run_and_print(device: str = "cpu") -> bool:
-    """Run all comparisons on a device and print them; True where something was compared and nothing
-    failed.
-    """
+    """Run all comparisons on a device and print them; True where some passed and none failed."""
     import torch
 
     from prism import verify
