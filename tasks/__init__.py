@@ -40,6 +40,8 @@ from tasks import (  # noqa: F401  (each registers its family)
     xor,
 )
 from tasks.base import IGNORE, Batch, Task, family, get, names, register
+from tasks.curriculum import Curriculum
+from tasks.gallery import describe, render
 from tasks.metrics import (
     accuracy,
     by_slice,
@@ -53,10 +55,12 @@ from tasks.metrics import (
 __all__ = [
     "IGNORE",
     "Batch",
+    "Curriculum",
     "Task",
     "accuracy",
     "by_slice",
     "chance_corrected",
+    "describe",
     "exact_prefix",
     "exact_rows",
     "family",
@@ -64,5 +68,6 @@ __all__ = [
     "names",
     "predictions",
     "register",
+    "render",
     "scores",
 ]

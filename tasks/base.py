@@ -168,7 +168,7 @@ class Task:
         """What to call a token in print; noise is a dot."""
         for role, ids in self.vocabulary.items():
             if token in ids:
-                names = self.labels.get(role, ())
+                names = ("PAD",) if role == "pad" else self.labels.get(role, ())
                 i = token - ids.start
                 return names[i] if i < len(names) else "·" if role == "noise" else f"{role[0]}{i}"
         return str(token)

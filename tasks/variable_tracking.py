@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from math import perm
-from typing import ClassVar
 
 import torch
 from jaxtyping import Int
@@ -50,7 +49,6 @@ class VariableTracking(Records):
     name = "variable_tracking"
     version = 1
     summary = "the value at the root of a chain of pointers"
-    labels: ClassVar[Labels] = {"control": ("IS", "QUERY")}
     record_width = 3
     question_width = 2
 
@@ -60,6 +58,13 @@ class VariableTracking(Records):
         require_int("depth", self.depth, 1)
         require_int("variable_ids", self.variable_ids, self.chains * self.depth)
         super().__post_init__()
+
+    @property
+    def labels(self) -> Labels:
+        return {
+            "control": ("IS", "QUERY"),
+            "variable": tuple(f"x{i}" for i in range(self.variable_ids)),
+        }
 
     @property
     def _records(self) -> int:

@@ -93,6 +93,8 @@ PARAMETERS = {
     "stack": words(low=6, symbols=ints(2, 9)),
     **{name: RELEASE for name in tasks.names() if name.endswith("_release")},
 }
+# Not determined by the inputs: `solve` is the Bayes rule there.
+AMBIGUOUS = {"variable_tracking_release", "silence_gate_release", "mux_release"}
 EVERY = pytest.mark.parametrize("name", tasks.names())
 
 
@@ -125,18 +127,20 @@ def test_oracle_splits_and_ranges(name, data):
         inputs, targets = batch = task.batch(97, seed=data.draw(ints(-5, 5)), step=3, split=split)
         assert inputs.shape == targets.shape == (97, task.width(split))
         assert inputs.dtype == targets.dtype == torch.int64
-        assert 0 <= int(inputs.min()) and int(inputs.max()) < task.vocab_size
+        assert set(inputs.unique().tolist()) <= set(range(task.vocab_size))
         scored = targets != tasks.IGNORE
         assert scored.any()
-        assert 0 <= int(targets[scored].min()) and int(targets.max()) < task.vocab_size
+        assert set(targets[scored].unique().tolist()) <= set(range(task.vocab_size))
         answers = task.solve(inputs)
         assert ((answers != tasks.IGNORE) == scored).all()
-        if task.ceiling == 1:
+        if name not in AMBIGUOUS:
             assert (answers == targets).all()
         assert (task.split_of(inputs) == number).all()
         for label in batch.slices.values():
-            assert label.shape == targets.shape and label.dtype == torch.int64
-            assert (label[scored] >= 0).all() and (label[~scored] == -1).all()
+            assert label.shape == targets.shape
+            assert label.dtype == torch.int64
+            assert torch.equal(label >= 0, scored)
+            assert (label[~scored] == -1).all()
 
 
 @EVERY
@@ -220,7 +224,8 @@ def test_other_processes_and_threads_make_the_same_rows():
 def test_parameters_make_the_same_task_again(name):
     task = tasks.get(name)
     again = tasks.get(name, **json.loads(json.dumps(task.params)))
-    assert again == task and hash(again) == hash(task) and repr(again) == repr(task)
+    assert again == task
+    assert (hash(again), repr(again)) == (hash(task), repr(task))
     assert tasks.get(name, **task.params | longer(name)) != task
     assert eval(repr(task), {type(task).__name__: type(task)}) == task
 
@@ -250,10 +255,12 @@ def test_answers_are_balanced_as_documented(name):
 @EVERY
 def test_documentation(name):
     cls = tasks.family(name)
-    assert cls.__doc__ is not None and ">>> " in cls.__doc__, "a worked example"
-    assert cls.summary and cls.version >= 1
+    assert ">>> " in (cls.__doc__ or ""), "a worked example"
+    assert cls.summary
+    assert cls.version >= 1
     task = tasks.get(name)
     assert 0 < task.chance <= task.majority + 1e-12 < task.ceiling <= 1
+    assert (task.ceiling < 1) == (name in AMBIGUOUS)
     assert len({task.spell(i) for i in range(task.vocab_size) if task.spell(i) != "·"}) > 1
 
 
@@ -265,7 +272,7 @@ def test_lengths_change_on_one_class_without_a_trace(name):
     second = tasks.get(name, **longer(name))
     inputs, targets = second.batch(8)
     assert inputs.shape[1] == second.length != first.length
-    if second.ceiling == 1:
+    if name not in AMBIGUOUS:
         assert torch.equal(second.solve(inputs), targets)
     assert torch.equal(first.batch(8).inputs, rows.inputs)
 
