@@ -1,8 +1,8 @@
 """One registered operator for every implementation: where compile, capture, vmap and autograd meet kernels.
 
-Two opaque operators, `prism::triton_scan` and `prism::triton_scan_backward`, launch the kernels, and an
-autograd.Function joins them. The operators are what torch.compile and FakeTensor see; the Function is what
-lets torch.func transform the call, which an operator with `register_autograd` refuses.
+Two opaque operators, `prism::triton_scan` and `prism::triton_scan_backward`, launch the kernels. In eager mode an
+autograd.Function joins them, because torch.func cannot differentiate an operator's own formula; torch.compile
+takes the operator with its formula, because Dynamo cannot trace an autograd.Function under vmap.
 
 An implementation is a module with three functions. Tensors reach them contiguous, on one device, shapes and
 dtypes checked, never float64; write_k and write_v are both None or both have L >= 1; cu_seqlens is None or
@@ -21,6 +21,7 @@ holds N + 1 offsets whose values nobody has checked: kernels clamp them and neve
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -113,66 +114,117 @@ def _dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
+# Under vmap members become sequences: folded into B, or laid end to end where sequences are packed.
+
+
+def _fold(E: int, dims: Sequence[int | None], inputs: Sequence[Any], dos: Sequence[Any] = ()) -> list[Any]:
+    """Arguments q ... cu_seqlens of E members as those of one call; `dos` are (do, dstate) and lead the result."""
+    axis = 0 if inputs[9] is None else 1  # of the tokens' tensors; sequences come first in states
+    q, q_dim = inputs[0], dims[len(dos)]
+    T = (q if q_dim is None else q.select(q_dim, 0)).shape[1]
+    folded = []
+    for n, (x, dim) in enumerate(zip((*dos, *inputs), dims, strict=True)):
+        at = n - len(dos)
+        if not isinstance(x, Tensor) or at == 9:
+            folded.append(x)
+            continue
+        x = x.unsqueeze(0).expand(E, *x.shape) if dim is None else x.movedim(dim, 0)
+        place = 0 if at in (-1, 8) else axis
+        folded.append(x.movedim(0, place).flatten(place, place + 1))
+    if inputs[9] is not None:
+        if dims[len(dos) + 9] is not None:
+            raise ValueError("prism_scan: cu_seqlens must be the same for every member under vmap")
+        offsets = inputs[9]
+        starts = T * torch.arange(E, device=offsets.device, dtype=offsets.dtype)
+        folded[-1] = torch.cat([(starts[:, None] + offsets[:-1]).flatten(), offsets.new_full((1,), E * T)])
+    return folded
+
+
+def _unfold(E: int, x: Tensor, axis: int) -> Tensor:
+    return x.unflatten(axis, (E, -1)).movedim(axis, 0)
+
+
+def _vmap_scan(
+    run: Callable[..., Sequence[Tensor]], info: Any, in_dims: tuple[int | None, ...], *args: Any
+) -> Any:
+    *inputs, save = args
+    o, state, *saved = run(*_fold(info.batch_size, in_dims[:10], inputs), save)
+    packed = inputs[9] is not None
+    found = [_unfold(info.batch_size, o, int(packed)), _unfold(info.batch_size, state, 0)]
+    # What backward needs stays folded: only the folded backward call reads it.
+    return [*found, *saved], [0, 0, *(None for _ in saved)]
+
+
+@_scan.register_vmap
+def _(info, in_dims, *args):
+    return _vmap_scan(_scan, info, in_dims, *args)
+
+
+@_scan_backward.register_vmap
+def _(info, in_dims, *args):
+    do, dstate, *inputs, saved = args
+    E = info.batch_size
+    grads = _scan_backward(*_fold(E, in_dims[:12], inputs, (do, dstate)), saved)
+    axes = [int(inputs[9] is not None)] * 7 + [0]
+    present = [axis for x, axis in zip((*inputs[:7], inputs[8]), axes, strict=True) if x is not None]
+    return [_unfold(E, g, axis) for g, axis in zip(grads, present, strict=True)], [0] * len(grads)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    *tensors, scale, initial_state, cu_seqlens, _ = inputs
+    _, _, *saved = output
+    ctx.scale = scale
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, initial_state, cu_seqlens, *saved)
+
+
+def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+    kept = ctx.saved_tensors
+    *tensors, initial_state, cu_seqlens = kept[:9]
+    if do is None and dstate is None:
+        return (None,) * 11
+    found = iter(_scan_backward(do, dstate, *tensors, ctx.scale, initial_state, cu_seqlens, list(kept[9:])))
+    grads = [None if x is None else next(found) for x in (*tensors, initial_state)]
+    return *grads[:7], None, grads[7], None, None
+
+
+# For torch.compile, which cannot trace an autograd.Function under vmap.
+_scan.register_autograd(lambda ctx, grads: _backward(ctx, *grads[:2]), setup_context=_setup_context)
+
+
 class _Scan(torch.autograd.Function):
+    """For eager mode: unlike the operator's own formula it can be differentiated by torch.func."""
+
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
         return tuple(_scan(*args))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, scale, initial_state, cu_seqlens, _ = inputs
-        _, _, *saved = output
-        ctx.scale = scale
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*saved)
-        ctx.save_for_backward(*tensors, initial_state, cu_seqlens, *saved)
+        ctx.mark_non_differentiable(*output[2:])
+        _setup_context(ctx, inputs, output)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        *tensors, initial_state, cu_seqlens = ctx.saved_tensors[:9]
-        saved = list(ctx.saved_tensors[9:])
-        if do is None and dstate is None:
-            return (None,) * 11
-        found = iter(_scan_backward(do, dstate, *tensors, ctx.scale, initial_state, cu_seqlens, saved))
-        grads = [None if x is None else next(found) for x in (*tensors, initial_state)]
-        return *grads[:7], None, grads[7], None, None
+        return _backward(ctx, do, dstate)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """Members become sequences: folded into B, or laid end to end where sequences are packed."""
-        *tensors, scale, initial_state, cu_seqlens, save = args
-        E, packed = info.batch_size, cu_seqlens is not None
-        if in_dims[9] is not None:
-            raise ValueError("prism_scan: cu_seqlens must be the same for every member under vmap")
-
-        def fold(x: Tensor | None, dim: int | None, axis: int) -> Tensor | None:
-            """Merges the members' dimension into `axis` of the tensor without it."""
-            if x is None:
-                return None
-            x = x.unsqueeze(0).expand(E, *x.shape) if dim is None else x.movedim(dim, 0)
-            return x.movedim(0, axis).flatten(axis, axis + 1)
-
-        T = tensors[0].shape[1] if in_dims[0] is None else tensors[0].movedim(in_dims[0], 0).shape[2]
-        tensors = [fold(x, dim, 1 if packed else 0) for x, dim in zip(tensors, in_dims, strict=False)]
-        initial_state = fold(initial_state, in_dims[8], 0)
-        if packed:
-            starts = T * torch.arange(E, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-            ends = cu_seqlens.new_full((1,), E * T)
-            cu_seqlens = torch.cat([(starts[:, None] + cu_seqlens[:-1]).flatten(), ends])
-        o, state, *saved = _Scan.apply(*tensors, scale, initial_state, cu_seqlens, save)
-        o = o.unflatten(1 if packed else 0, (E, -1)).movedim(1 if packed else 0, 0)
-        # What backward needs is the folded call's own; nobody reads it outside.
-        return (o, state.unflatten(0, (E, -1)), *saved), (0, 0, *(None for _ in saved))
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        found, dims = _vmap_scan(_Scan.apply, info, in_dims, *args)
+        return tuple(found), tuple(dims)
 
 
 def apply(*inputs: Any) -> tuple[Tensor, Tensor]:
     """The canonical inputs of `prism.scan._inputs`; returns o and the final state."""
-    grad = torch.is_grad_enabled() and any(_tracked(x) for x in inputs if isinstance(x, Tensor))
-    o, state, *_ = _Scan.apply(*inputs, grad)
+    if torch.compiler.is_compiling():
+        o, state, *_ = _scan(*inputs, torch.is_grad_enabled())
+    else:
+        grad = torch.is_grad_enabled() and any(_tracked(x) for x in inputs if isinstance(x, Tensor))
+        o, state, *_ = _Scan.apply(*inputs, grad)
     return o, state
 
 
 def _tracked(x: Tensor) -> bool:
-    # Under torch.func.vmap a member's requires_grad is its own level's; what lies below may need gradients.
+    # Inside torch.func's transforms requires_grad speaks of one level only.
     return x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x)
