@@ -51,6 +51,11 @@ def batched_qr(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.linalg.svdvals(a @ b.mT)
 
 
+def gram_schmidt_svd(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    a, b = (rank._triangle_by_gram_schmidt(x) for x in (left, right))
+    return torch.linalg.svdvals(a @ b.mT)
+
+
 def cholesky_qr2(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """CholeskyQR twice, in float64: fails where the factors of a token are dependent (kappa = k), which the
     probe must take.

@@ -28,8 +28,10 @@ _require_own("prism", "tasks")
 
 from probes._figures import save  # noqa: E402
 from probes.anchor import (  # noqa: E402
+    anchor_by_width,
     anchor_fidelity,
     anchor_horizon,
+    plot_anchor_by_width,
     plot_anchor_fidelity,
     plot_anchor_horizon,
 )
@@ -56,6 +58,7 @@ from probes.update import plot_update_rank, update_rank  # noqa: E402
 
 __all__ = [
     "MEASURES",
+    "anchor_by_width",
     "anchor_fidelity",
     "anchor_horizon",
     "causal_share",
@@ -64,6 +67,7 @@ __all__ = [
     "measure",
     "perturbation_growth",
     "plot",
+    "plot_anchor_by_width",
     "plot_anchor_fidelity",
     "plot_anchor_horizon",
     "plot_causal_share",

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import xarray as xr
 from jaxtyping import Float, Int
@@ -147,6 +148,62 @@ def anchor_horizon(
         {"token": at, "width": widths},
         {"anchor_width": width},
     )
+
+
+def anchor_by_width(models: Sequence[Any], inputs: Int[Tensor, "B T"]) -> xr.Dataset:
+    """Anchors of different kernel widths against what their width allows, from models trained with those
+    widths.
+
+    Variables, dims layer, anchor_width
+        anchor   sqrt(1 - R^2) of the best affine map from the anchor to S_{t-1} k_t (mean R^2 over heads, 0
+                 at least): the relative error that is left when scale and rotation are forgiven
+        window   median error(n) of `anchor_horizon` at n = the width: the error of the exact read of that
+                 window
+        bound    the median of its bound, which falls exponentially with the width (Appendix E)
+    An anchor may lie below `window`, never by right: what lies further back can be predictable from the
+    window.
+
+    Raises ValueError for fewer than 2 models, equal widths, or models of different depth.
+    """
+    found: dict[int, xr.Dataset] = {}
+    for model in models:
+        fidelity = anchor_fidelity(model, inputs)
+        width = int(fidelity.attrs["anchor_width"])
+        if width in found:
+            raise ValueError(f"models: expected anchors of different widths, got two of width {width}")
+        r2 = fidelity.r2.sel(read="previous", direction="anchor_to_read", drop=True).mean("head")
+        horizon = anchor_horizon(model, inputs, widths=[width]).isel(width=0, drop=True)
+        found[width] = xr.Dataset(
+            {
+                "anchor": np.sqrt(1 - r2.clip(0, 1)),
+                "window": horizon.error.median(TOKEN_DIMS),
+                "bound": horizon.bound.median(TOKEN_DIMS),
+            }
+        )
+    depths = {ds.sizes["layer"] for ds in found.values()}
+    if len(found) < 2 or len(depths) > 1:
+        raise ValueError(
+            f"models: expected at least 2 of one depth, got {len(found)} of depths {sorted(depths)}"
+        )
+    widths = sorted(found)
+    joined = xr.concat([found[w] for w in widths], xr.Variable("anchor_width", widths))
+    return joined.assign_attrs(n_sequences=inputs.shape[0])
+
+
+def plot_anchor_by_width(ds: xr.Dataset, ax: Axes | None = None, *, layer: int | None = None) -> Axes:
+    """Error of the anchor, of the exact window and the exponential bound over the kernel's width, for one
+    layer.
+    """
+    ax = _figures.new_axes(ax)
+    ds = ds.isel(layer=-1) if layer is None else ds.sel(layer=layer)
+    widths = ds.anchor_width.values
+    ax.plot(widths, ds.anchor, label=r"anchor, $\sqrt{1-R^2}$", **_figures.look(0))
+    ax.plot(widths, ds.window, label="exact read of the window", **_figures.look(1))
+    _figures.reference(ax, ds.bound.values, "bound", widths)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    title = f"layer {int(ds.layer)}, n = {ds.attrs['n_sequences']} sequences"
+    return _figures.finish(ax, "anchor's kernel width [tokens]", "relative error", title)
 
 
 def plot_anchor_fidelity(

@@ -53,10 +53,11 @@ def perturbation_growth(
     on 64K tokens). Everything is float64.
 
     Variables
-        error           |S'_t - S_t|_F / epsilon at the tokens `at` (default: powers of 2); dims layer,
-                        target, trial, token, head, with trial = sample x noise draw
+        error           |S'_t - S_t|_F / epsilon at the tokens `at` (default: powers of 2 and the last); dims
+                        layer, target, trial, token, head, with trial = sample x noise draw
         relative_error  the same over |S_t|_F
-        and the fits of `fit_growth` on error, averaged over heads.
+        and the fits of `fit_growth` on error, averaged over heads, from sqrt(length) tokens on (the last 4
+        positions at least), so that the start from an empty state is not taken for growth.
     """
     unknown = [t for t in targets if t not in TARGETS]
     if unknown or not targets:
@@ -90,7 +91,8 @@ def perturbation_growth(
         {"target": list(targets), "token": [p + 1 for p in at]},
         {"epsilon": epsilon, "noise": noise, "persistent": int(persistent), "length": length, "seed": seed},
     )
-    return ds.merge(fit_growth(ds.error.mean("head"), seed=seed))
+    settled = max(0, min(int((ds.token < length**0.5).sum()), len(at) - 4))
+    return ds.merge(fit_growth(ds.error.mean("head").isel(token=slice(settled, None)), seed=seed))
 
 
 def fit_growth(error: xr.DataArray, *, draws: int = 200, seed: int = 0) -> xr.Dataset:
@@ -173,7 +175,7 @@ def plot_perturbation_growth(ds: xr.Dataset, ax: Axes | None = None, *, layer: i
 
 
 def _powers(length: int) -> list[int]:
-    return [2**i for i in range(1, length.bit_length()) if 2**i <= length]
+    return sorted({2**i for i in range(1, length.bit_length()) if 2**i <= length} | {length})
 
 
 def _long(f: _factors.Factors, length: int, persistent: bool, generator: torch.Generator) -> _factors.Factors:

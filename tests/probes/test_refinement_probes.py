@@ -231,3 +231,28 @@ def test_the_state_anchor_is_the_serial_solver(helpers):
     ds = ds.isel(token=slice(1, None))
     np.testing.assert_allclose(ds.cosine, 1, atol=1e-6)
     np.testing.assert_allclose(ds.relative_error, 0, atol=1e-6)
+
+
+def test_anchors_of_different_widths_are_lined_up(helpers):
+    models = [helpers.make("prism", anchor_width=width) for width in (4, 2)]
+    models.append(helpers.make("prism", anchor="token"))
+    inputs = helpers.tokens(8, 20)
+    ds = probes.anchor_by_width(models, inputs)
+    assert ds.anchor_width.values.tolist() == [1, 2, 4]
+    for width, model in zip((4, 2, 1), models, strict=True):
+        r2 = (
+            probes.anchor_fidelity(model, inputs)
+            .r2.sel(read="previous", direction="anchor_to_read")
+            .mean("head")
+        )
+        np.testing.assert_allclose(ds.anchor.sel(anchor_width=width), np.sqrt(1 - r2.clip(0, 1)))
+        horizon = probes.anchor_horizon(model, inputs, widths=[width])
+        np.testing.assert_allclose(
+            ds.window.sel(anchor_width=width), horizon.error.median(("sample", "token", "head", "width"))
+        )
+    assert (ds.window <= ds.bound).all()
+    assert probes.plot_anchor_by_width(ds).get_title() == "layer 1, n = 8 sequences"
+    with pytest.raises(ValueError, match="models: expected anchors of different widths, got two of width 4"):
+        probes.anchor_by_width([models[0], models[0]], inputs)
+    with pytest.raises(ValueError, match="models: expected at least 2 of one depth, got 1"):
+        probes.anchor_by_width(models[:1], inputs)
