@@ -51,6 +51,17 @@ def test_smallest_singular_value_survives_a_condition_number_of_250000(method):
     assert ((found - want) / want).abs().max() < 1e-8
 
 
+@pytest.mark.parametrize("terms", [2, 3, 4, 5, 9, 12])
+def test_jacobi_converges_on_hard_cores(terms):
+    gen = torch.Generator().manual_seed(terms)
+    core = torch.randn(2000, terms, terms, generator=gen, dtype=torch.float64)
+    core[:500] = torch.linalg.qr(core[:500]).Q * (1 + 1e-6 * torch.randn(500, 1, 1, generator=gen))
+    core[500:1000] *= torch.logspace(0, -7, terms, dtype=torch.float64)
+    core[1000:1500, :, -1] = core[1000:1500, :, 0] * (1 + 1e-9)
+    want = torch.linalg.svdvals(core)
+    assert ((rank._jacobi_singular_values(core) - want) / want[:, :1]).abs().max() < 1e-12
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.integers(1, 6).flatmap(lambda terms: st.tuples(st.just(terms), st.integers(1, terms))),
