@@ -2,12 +2,12 @@
 split.
 
 A family names a few columns whose tokens are free (noise, a value, the first symbols of a word). Together
-they are one number d in [0, ring). The rest of the sequence is hashed to a shift in [0, ring), and (d +
-shift) mod ring is the sequence's rank: the last sixteenth of the ranks is the test split, the sixteenth
-before it validation, the others training. The split is thus a function of the sequence alone, no sequence
-has two, and a generator reaches the split it wants by choosing d: no rejection, no table of seen
-sequences. Given the rest, d is uniform over the split's ranks; over the rest, it is uniform, because the
-shift is. Test counts as a new sequence, not a new pattern of its digits.
+they are one number d in [0, ring). The rest of the sequence is hashed to a shift in [0, ring), and
+(d + shift) mod ring is the sequence's rank: the last sixteenth of the ranks (rounded down, at least one) is
+the test split, as many before it are validation, the others training. The split is thus a function of the
+sequence alone, no sequence has two, and a generator reaches the split it wants by choosing d: no rejection,
+no table of seen sequences. Given the rest, d is uniform over the split's ranks; over the rests it is
+uniform, because the shift is. A test sequence is a new sequence, not a new kind of digits.
 """
 
 from dataclasses import dataclass

@@ -138,6 +138,20 @@ def markdown() -> str:
         "inputs, the ceiling the best answer that reads them. Ceilings below 1 belong to the public "
         "release's own variants (`*_release`).",
         "",
+        "**Rows.** Row i of `task.batch(n, seed, step, split)` is a pure function of the parameters, the "
+        "task's version, the split, the seed, the step and i: on any device, in any process, for any n. "
+        "Targets are token ids, -100 where nothing is asked.",
+        "",
+        "**Splits.** Some tokens of every sequence are its check digits (noise where there is noise). They "
+        "and a hash of all other tokens decide its split. A sequence so has one split, whoever makes it, and "
+        "`task.split_of(inputs)` reads it back. Val and test are a sixteenth of all sequences each, or "
+        "somewhat less where the digits do not divide by 16. With `test_length`, test words are longer than "
+        "training words. Word lengths with fewer than 1,024 words are training only; a task with fewer than "
+        "1,024 sequences is refused.",
+        "",
+        "**Lengths.** Where lengths are mixed, a row is padded on the right with PAD and a PAD is never "
+        "scored; `tasks.scores(output, batch)` gives accuracy by length, position, distance and other slices.",
+        "",
         "| task | what is asked | T | vocabulary | chance | majority | ceiling | version |",
         "|---|---|---|---|---|---|---|---|",
     ]

@@ -113,15 +113,15 @@ class ModularArithmetic(Words):
     def _answers(self, inputs: Int[Tensor, "n T"]) -> Int[Tensor, "n T"]:
         n, number, operator = self.modulus, inputs[:, ::2] - self._low, inputs[:, 1::2]
         # A term's running product: an operator other than * begins a new term, which carries its sign.
-        element = number.clamp(0)
-        element[:, 1:] = torch.where(
-            operator == self._code("*"),
-            element[:, 1:],
-            torch.where(operator == self._code("-"), (n - element[:, 1:]) % n, element[:, 1:]) + n,
-        )
-        term = prefix(element, table(_products(n), inputs.device).view(2 * n, 2 * n)) % n
+        times = operator == self._code("*")
+        element, later = number.clamp(0), number[:, 1:].clamp(0)
+        negative = (n - later).masked_fill_(later == 0, 0)
+        signed = negative.where(operator == self._code("-"), later)
+        element[:, 1:] = later.where(times, signed + n)
+        term = prefix(element, table(_products(n), inputs.device).view(2 * n, 2 * n))
+        term -= (term >= n) * n
         value = term.clone()
-        value[:, 1:] += (term[:, :-1] * (operator != self._code("*"))).cumsum(1)
+        value[:, 1:] += term[:, :-1].masked_fill(times, 0).cumsum(1)
         targets = torch.full_like(inputs, IGNORE)
         targets[:, ::2] = value % n + self._low
         return targets
