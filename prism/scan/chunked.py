@@ -75,8 +75,8 @@ class _Scan(torch.autograd.Function):
         beta = beta[..., None]
         X, _, C, _ = qk.shape
         x = qk[:, 1:]
-        w = v.new_empty(X, R, C, V)
         if write_k is not None:
+            w = v.new_empty(X, R, C, V)
             writes = lay.split(write_k).to(dtype).transpose(3, 4)
             x = torch.cat([x.unflatten(0, writes.shape[:3]), writes], 3).flatten(0, 2)
             w.unflatten(0, writes.shape[:3])[:, :, :, 1:] = lay.split(write_v).transpose(3, 4)
@@ -93,19 +93,22 @@ class _Scan(torch.autograd.Function):
         e, Y = bmm(solve, v), bmm(solve, reads[:, 1])
         erase = (beta * ends[:, 0]).mT
 
-        starts, errors = [], []
+        starts = []
 
         def step(at: slice, S: Tensor) -> Tensor:
             starts.append(S)
-            errors.append(torch.baddbmm(e[at], Y[at], S))
-            S = torch.addcmul(bmm(erase[at], errors[-1]), total[at], S)
-            return S if R == 1 else S + added[at]
+            errors = e[at].baddbmm_(Y[at], S)
+            S = torch.addcmul(bmm(erase[at], errors), total[at], S)
+            return S if R == 1 else S.add_(added[at])
 
         initial = q.new_zeros(N, HV, K, V, dtype=dtype) if initial_state is None else initial_state
         final = lay.forward(initial, step)
-        S, e = torch.cat(starts), torch.cat(errors)
+        S = torch.cat(starts)
 
-        w[:, 0] = beta * e
+        if R == 1:
+            w = (beta * e)[:, None]
+        else:
+            w[:, 0] = beta * e
         o = bmm(reads[:, 0], S).baddbmm_(A[:, 0].flatten(2), w.flatten(1, 2))
         o = lay.join(o, HV).to(out_dtype)
         return o, final, qk, x, w, gamma, start, end, reads, ends, A, solve, e, Y, S, beta
@@ -152,8 +155,10 @@ class _Gradients(torch.autograd.Function):
         total = start[:, 1, -1:].neg()
         A_flat = A.view(X, 2 * C, R * C)
 
-        F = e.new_zeros(X, 2, C, V)  # the gradients of o and e
-        if do is not None:
+        F = e.new_empty(X, 2, C, V)  # the gradients of o and e
+        if do is None:
+            F[:, 0] = 0
+        else:
             do = lay.split(do)
             F.unflatten(0, do.shape[:3])[:, :, :, 0] = do
         dfinal = e.new_zeros(N, HV, K, V) if dfinal is None else dfinal
@@ -161,18 +166,18 @@ class _Gradients(torch.autograd.Function):
         # D is the gradient of the state at the chunks' ends.
         dU, dS = bmm(A[:, 0, :, 0].mT, F[:, 0]), bmm(reads[:, 0].mT, F[:, 0])
         reply = (beta * Y).mT
-        D_ends, dU_ends = [], []
+        D_ends = []
 
         def step(at: slice, D: Tensor) -> Tensor:
             D_ends.append(D)
-            dU_ends.append(torch.baddbmm(dU[at], ends[at, 0], D))
-            return torch.addcmul(dS[at], total[at], D).baddbmm_(reply[at], dU_ends[-1])
+            errors = dU[at].baddbmm_(ends[at, 0], D)
+            return torch.addcmul(dS[at], total[at], D).baddbmm_(reply[at], errors)
 
         dinitial = lay.backward(dfinal, step)
-        D, dU_all = torch.cat(D_ends[::-1]), torch.cat(dU_ends[::-1])
+        D = torch.cat(D_ends[::-1])
 
-        F[:, 1] = bmm(solve.mT, beta * dU_all)
-        dbeta = (torch.baddbmm(dU_all, A[:, 1, :, 0].mT, F[:, 1]) * e).sum(-1)
+        F[:, 1] = bmm(solve.mT, beta * dU)
+        dbeta = dU.baddbmm_(A[:, 1, :, 0].mT, F[:, 1]).mul_(e).sum(-1)
         F_flat, w_flat = F.flatten(1, 2), w.flatten(1, 2)
         dA = bmm(F_flat, w_flat.mT)
         pairs = dA * A_flat
@@ -186,7 +191,7 @@ class _Gradients(torch.autograd.Function):
         dg = (bmm(upto.expand(X, -1, -1), pairs) * before).sum(-1)
         dg.addmm_((dqk * reads).sum(-1).flatten(1), upto.mT)
         dg.addmm_((dx * ends).sum(-1).flatten(1), before.mT)
-        dg += total[:, 0] * (D * S).sum((1, 2))[:, None]
+        dg += (total * bmm(D.view(X, 1, -1), S.view(X, -1, 1)))[:, 0]
 
         dqk, dx = dqk.mul_(start).flatten(1, 2), dx.mul_(end).flatten(1, 2)
         dqk = dqk.baddbmm_(dA, x.flatten(1, 2)).view(qk.shape)

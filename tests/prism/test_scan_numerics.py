@@ -158,9 +158,8 @@ def test_offsets_changed_in_place_count(scan_cases, backend):
     prism_scan(**inputs, backend=backend)
     inputs["cu_seqlens"][1] = 12
     fresh = {**inputs, "cu_seqlens": torch.tensor([0, 12, 20])}
-    assert torch.equal(
-        prism_scan(**inputs, backend=backend)[0], prism_scan(**fresh, backend="recurrent")[0]
-    ) or (scan_cases.error(prism_scan(**inputs, backend=backend)[0], prism_scan(**fresh)[0]) < 1e-13)
+    got, want = (prism_scan(**x, backend=backend)[0] for x in (inputs, fresh))
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -194,8 +193,8 @@ def test_two_threads(scan_cases):
 
 
 def test_wide_heads(scan_cases):
-    """K = 256, V = 512: against the definition at T = 40, then T = 1024 against two halves."""
-    small = scan_cases.make(B=1, T=40, H=1, HV=1, K=256, V=512, L=1)
+    """K = 256, V = 512: against the definition at T = 34, then T = 1024 against two halves."""
+    small = scan_cases.make(B=1, T=34, H=1, HV=1, K=256, V=512, L=1)
     scan_cases.assert_close(
         scan_cases.results(small, "chunked"), scan_cases.results(small, "recurrent"), 1e-10
     )
