@@ -80,7 +80,8 @@ class PrismConfig:
             erased and beta v k^T (beta a sigmoid) is an additive write; "step": the erase uses kappa^1 and
             b^1 (Eq. 18).
         decay: "gdn": exp(-exp(A_log) softplus(a + dt_bias)); "sigmoid": sigmoid(a); "none": 1.
-        source: what the base projections read: the "token" x_t or the "anchor" u_t (Algorithm 1).
+        source: what the base projections, output gate included, read: the "token" x_t, or the "anchor" u_t
+            (Algorithm 1).
     Refinement (n_refine = L steps; L = 0 is Gated DeltaNet and has no refinement parameters)
         anchor: u_t = SiLU(ShortConv x) "shortconv" of anchor_width taps; SiLU(x_t) "token"; x_t "none", and
             nothing is subtracted in r^1; the true read Sbar_t k_t "state" (serial, slow: the yardstick).

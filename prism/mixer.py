@@ -130,20 +130,17 @@ class PrismMixer(nn.Module):
         self.config = config
         d, H, HV, K, V = config.d_model, config.n_heads, config.value_heads, config.key_dim, config.value_dim
         ranged_erase = config.erase not in ("none", "step")
-        self.has_key = (
-            config.base_write or ranged_erase or (config.n_refine > 0 and config.refine_keys == "base")
-        )
-        self.has_key = self.has_key or (config.n_refine > 0 and config.anchor == "state")
+        refines = config.n_refine > 0
+        reads_key = refines and (config.refine_keys == "base" or config.anchor == "state")
         self.rows = {
             "q": H * K,
-            "k": H * K if self.has_key else 0,
+            "k": H * K if config.base_write or ranged_erase or reads_key else 0,
             "v": HV * V,
             "gate": HV * V if config.output_gate else 0,
             "beta": HV if config.base_write or ranged_erase else 0,
             "decay": HV if config.decay != "none" else 0,
         }
         channels = self.rows["q"] + self.rows["k"] + self.rows["v"]
-        refines = config.n_refine > 0
         with torch.device(device or torch.get_default_device()):
             needs_anchor = (refines and config.anchor != "state") or config.source == "anchor"
             self.anchor = Anchor(config) if needs_anchor else None
@@ -167,12 +164,11 @@ class PrismMixer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, init: Initializer) -> None:
-        """fla's: linear and convolution weights uniform within 1 / sqrt(fan in), A uniform in (0, 16], dt
-        log-uniform in [1e-3, 0.1] and inverse-softplus."""
-        for rows, (name, size) in zip(
-            self.in_proj.split(list(self.rows.values())), self.rows.items(), strict=True
-        ):
-            rows.copy_(init.linear(f"in_proj.{name}", (size, self.in_proj.shape[1])))
+        """As fla: linear and convolution weights uniform within 1 / sqrt(fan in), A uniform in (0, 16], dt
+        log-uniform in [1e-3, 0.1], stored as inverse softplus.
+        """
+        for rows, name in zip(self.in_proj.split(list(self.rows.values())), self.rows, strict=True):
+            rows.copy_(init.linear(f"in_proj.{name}", tuple(rows.shape)))
         if self.conv is not None:
             sizes = [self.rows[name] for name in "qkv"]
             for rows, name in zip(self.conv.split(sizes), "qkv", strict=True):
@@ -240,15 +236,16 @@ class PrismMixer(nn.Module):
             qkv, tail = causal_conv(qkv, self.conv, conv_tail)
         if config.qkv_activation == "silu":
             qkv = F.silu(qkv)
-        q, k, v = qkv.split([self.rows[name] for name in "qkv"], -1)
-        q, v = q.unflatten(-1, (config.n_heads, -1)), v.unflatten(-1, (config.value_heads, -1))
-        k = k.unflatten(-1, (config.n_heads, -1)) if self.rows["k"] else None
+        qk, v = qkv.split([qkv_rows - self.rows["v"], self.rows["v"]], -1)
+        qk, v = qk.unflatten(-1, (-1, config.key_dim)), v.unflatten(-1, (config.value_heads, -1))
         if config.qk_norm:
-            q, k = l2_norm(q), l2_norm(k) if k is not None else None
+            qk = l2_norm(qk)
+        q, k = qk.split(config.n_heads, 2) if self.rows["k"] else (qk, None)
         beta = (
-            squash(beta, config.erase if config.erase != "none" else "sigmoid") if self.rows["beta"] else None
+            squash(beta, "sigmoid" if config.erase == "none" else config.erase) if self.rows["beta"] else None
         )
-        return q, k, v, gate if self.rows["gate"] else None, beta, self._log_decay(decay, source), tail
+        gate = gate if self.rows["gate"] else None
+        return q, k, v, gate, beta, self._log_decay(decay, source), tail
 
     def _log_decay(self, decay: Tensor, source: Tensor) -> Float[Tensor, "B T HV"]:
         wide = torch.promote_types(source.dtype, torch.float32)
@@ -305,9 +302,9 @@ class PrismMixer(nn.Module):
         def settle(pins: Pins) -> Refined:
             anchor = u
             if serial:
-                if k is None or beta is None:
+                if k is None:
                     raise ValueError(
-                        "swap_anchor: expected a mixer with a key that does not depend on its anchor"
+                        "swap_anchor: expected a mixer whose key does not depend on its anchor, came one without"
                     )
                 start = state if state is not None else self._zero_state(v)
                 anchor = true_read(refine, self._assemble, k, v, log_decay, beta, start, pins)

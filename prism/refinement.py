@@ -195,11 +195,11 @@ Factors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 def true_read(
     refinement: Refinement,
-    assemble: Callable[[Tensor, Tensor, Tensor, Refined], Factors],
+    assemble: Callable[[Tensor, Tensor, Tensor | None, Refined], Factors],
     k: Float[Tensor, "B T H K"],
     v: Float[Tensor, "B T HV V"],
     log_decay: Float[Tensor, "B T HV"],
-    beta: Float[Tensor, "B T HV"],
+    beta: Float[Tensor, "B T HV"] | None,
     state: Float[Tensor, "B HV K V"],
     pins: Pins,
 ) -> Float[Tensor, "B T HV V"]:
@@ -219,7 +219,8 @@ def true_read(
         read = torch.einsum("bhkv,bhk->bhv", decayed, key)
         refined = refinement(read.to(v.dtype).unsqueeze(1), v[:, now], k[:, now], here)
         reads.append(refined.anchor)
-        *_, scan_v, scan_beta, write_k, write_v = assemble(k[:, now], v[:, now], beta[:, now], refined)
+        gate = None if beta is None else beta[:, now]
+        *_, scan_v, scan_beta, write_k, write_v = assemble(k[:, now], v[:, now], gate, refined)
         error = scan_beta[:, 0, :, None].to(state.dtype) * (scan_v[:, 0].to(state.dtype) - read)
         state = decayed + torch.einsum("bhk,bhv->bhkv", key, error)
         if write_k is not None and write_v is not None:

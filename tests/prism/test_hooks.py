@@ -337,7 +337,7 @@ def test_swapped_anchor_is_the_serial_model(name):
 
 
 def test_swapping_an_anchor_that_makes_its_own_key_is_refused():
-    with pytest.raises(ValueError, match="swap_anchor: expected a mixer with a key that does not depend"):
+    with pytest.raises(ValueError, match="swap_anchor: expected a mixer with a key of its own"):
         build("paper").run_with_hooks(tokens(), [swap_anchor()])
     with pytest.raises(ValueError, match="expected an anchor for swap_anchor, came 'embed'"):
         build().run_with_hooks(tokens(), [("embed", swap_anchor()[1])])

@@ -197,12 +197,23 @@ def test_decay_parameters_survive_bfloat16():
             assert theirs._no_weight_decay
 
 
-@pytest.mark.parametrize("anchor", ["state", "shortconv"])
-def test_serial_anchor_is_the_true_read(anchor):
-    """The state anchor against its own definition: u_t = Sbar_t k_t with the states of the same run."""
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"erase": "none"},
+        {"base_write": False},
+        {"base_write": False, "erase": "none"},
+        {"refine_keys": "base"},
+        {"anchor": "shortconv"},
+    ],
+    ids=str,
+)
+def test_serial_anchor_is_the_true_read(changes):
+    """u_t = Sbar_t k_t with the states that the same run has, for each kind of erase and base write."""
     from prism import PrismModel
 
-    config = PrismConfig(7, d_model=12, n_layers=1, anchor=anchor, **GROUPED)
+    config = PrismConfig(7, d_model=12, n_layers=1, **{"anchor": "state", **GROUPED, **changes})
     model = PrismModel(config, seed=1).double()
     tokens = torch.randint(7, (2, 9), generator=torch.Generator().manual_seed(0))
     _, cache = model.run_with_cache(tokens)
@@ -212,7 +223,7 @@ def test_serial_anchor_is_the_true_read(anchor):
     key = cache["blocks.0.mixer.k"].repeat_interleave(2, 2)
     read = torch.einsum("bthkv,bthk,bth->bthv", before, key, decay)
     same = torch.allclose(read, cache["blocks.0.mixer.anchor"], rtol=1e-10, atol=1e-12)
-    assert same == (anchor == "state")
+    assert same == (config.anchor == "state")
 
 
 def test_serial_anchor_passes_gradients_and_continues_from_a_cache():
