@@ -303,9 +303,7 @@ class PrismMixer(nn.Module):
             anchor = u
             if serial:
                 if k is None:
-                    raise ValueError(
-                        "swap_anchor: expected a mixer whose key does not depend on its anchor, came one without"
-                    )
+                    raise ValueError("swap_anchor: expected a mixer with a key of its own, came one without")
                 start = state if state is not None else self._zero_state(v)
                 anchor = true_read(refine, self._assemble, k, v, log_decay, beta, start, pins)
             return refine(anchor, v, k, pins)
