@@ -43,7 +43,7 @@ from probes.fidelity import (  # noqa: E402
     plot_solver_fidelity,
     solver_fidelity,
 )
-from probes.measures import MEASURES, measure, plot  # noqa: E402
+from probes.measures import MEASURES, join_seeds, measure, plot  # noqa: E402
 from probes.memory import plot_readback, plot_transition, readback, transition  # noqa: E402
 from probes.perturbation import perturbation_growth, plot_perturbation_growth  # noqa: E402
 from probes.readout import plot_readout, readout  # noqa: E402
@@ -64,6 +64,7 @@ __all__ = [
     "causal_share",
     "explore_state",
     "gain_fidelity",
+    "join_seeds",
     "measure",
     "perturbation_growth",
     "plot",

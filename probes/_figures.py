@@ -103,6 +103,11 @@ def reference(ax: Axes, y: Any, label: str, x: np.ndarray | None = None, color: 
         ax.plot(x, y, **style)
 
 
+def median(values: xr.DataArray, *keep: str) -> xr.DataArray:
+    """Median over every dimension but those to keep: sequences, heads, seeds, whatever the dataset has."""
+    return values.median([dim for dim in values.dims if dim not in keep])
+
+
 def legend_below(ax: Axes, columns: int, offset: float = -0.2) -> None:
     """The legend under the axis label, where it cannot hide data."""
     style: dict[str, Any] = {"frameon": False, "handlelength": 2.0, "labelspacing": 0.3, "columnspacing": 1.2}
@@ -122,12 +127,8 @@ def pick(values: Sequence | np.ndarray, limit: int) -> list:
 
 
 def count_label(ds: xr.Dataset | xr.DataArray, *dims: str) -> str:
-    """`n = 64 sequences, 2 heads`: what a median or mean in the figure is taken over."""
-    words = {"sample": "sequences", "head": "heads", "token": "tokens", "seed": "seeds", "trial": "trials"}
-    parts = [
-        f"{ds.sizes[d]} {words.get(d, d)}"
-        for d in dims
-        if d in ds.sizes and (ds.sizes[d] > 1 or d == dims[0])
-    ]
-    parts = [p[:-1] if p.startswith("1 ") and p.endswith("s") else p for p in parts]
-    return "n = " + ", ".join(parts) if parts else ""
+    """`n = 5 seeds, 64 sequences, 2 heads`: what a median or mean in the figure is taken over."""
+    words = {"sample": "sequence", "head": "head", "token": "token", "seed": "seed", "trial": "trial"}
+    counts = {words[dim]: ds.sizes[dim] for dim in ("seed", *dims) if dim in ds.sizes}
+    shown = {word: n for i, (word, n) in enumerate(counts.items()) if n > 1 or i == 0}
+    return "n = " + ", ".join(f"{n} {word}{'s' * (n > 1)}" for word, n in shown.items())

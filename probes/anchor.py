@@ -216,7 +216,7 @@ def plot_anchor_fidelity(
     ax = _figures.new_axes(ax)
     for i, layer in enumerate(_figures.pick(ds.layer.values, max_layers)):
         values = ds.cosine.sel(layer=layer, read=read)
-        r2 = float(ds.r2.sel(layer=layer, read=read, direction="anchor_to_read").mean("head"))
+        r2 = float(ds.r2.sel(layer=layer, read=read, direction="anchor_to_read").mean())
         label = f"layer {layer}, $R^2$ = {r2:.2f}"
         _figures.line_with_band(ax, ds.token.values, values, "token", i, label)
     _figures.reference(ax, 1.0, "anchor = read")
@@ -235,7 +235,7 @@ def plot_anchor_horizon(ds: xr.Dataset, ax: Axes | None = None, *, max_layers: i
     ax = _figures.new_axes(ax)
     for i, layer in enumerate(_figures.pick(ds.layer.values, max_layers)):
         _figures.line_with_band(ax, ds.width.values, ds.error.sel(layer=layer), "width", i, f"layer {layer}")
-        bound = ds.bound.sel(layer=layer).median(TOKEN_DIMS)
+        bound = _figures.median(ds.bound.sel(layer=layer), "width")
         _figures.reference(ax, bound.values, "_bound", ds.width.values, _figures.COLOURS[i])
     ax.plot([], [], color="0.35", linewidth=0.9, linestyle=(0, (4, 2)), label="bound")
     ax.axvline(ds.attrs["anchor_width"], color="0.7", linewidth=0.9, linestyle=":", label="anchor's width")

@@ -132,10 +132,10 @@ def plot_gain_fidelity(ds: xr.Dataset, ax: Axes | None = None, *, layer: int | N
     ax = _figures.new_axes(ax)
     ds = ds.isel(layer=-1) if layer is None else ds.sel(layer=layer)
     for i, step in enumerate(_figures.pick(ds.refine_step.values, 4)):
-        r = float(ds.correlation.sel(refine_step=step).mean("head"))
+        r = float(ds.correlation.sel(refine_step=step).mean())
         label = f"$p^{{{step}}}$, correlation {r:.2f}"
         _figures.line_with_band(ax, ds.token.values, ds.cosine.sel(refine_step=step), "token", i, label)
-    constant = ds.baseline_cosine.median(("sample", "head"))
+    constant = _figures.median(ds.baseline_cosine, "token")
     _figures.reference(ax, constant.values, "constant gain", ds.token.values)
     ax.axhline(0, color="0.8", linewidth=0.6, zorder=0)
     ax.set_ylim(-1.05, 1.1)

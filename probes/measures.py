@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,27 @@ def measure(model: Any, inputs: Int[Tensor, "B T"], name: str, **options: Any) -
     if missing:
         raise ValueError(f"options: {name} needs {', '.join(missing)}, got {', '.join(options) or 'none'}")
     return found.run(model, inputs, **options)
+
+
+def join_seeds(datasets: Sequence[xr.Dataset], seeds: Sequence[int] | None = None) -> xr.Dataset:
+    """Results of one measure on models that differ in their seed, along a new first dimension `seed`.
+
+    Nothing is averaged, also not what exists once per model (R^2, fits, half-lives); every plot takes the
+    result. causal_share needs no joining: it takes the models themselves.
+
+    Raises ValueError for no datasets, or for ones of different sizes or definitions.
+    """
+    if not datasets:
+        raise ValueError("datasets: expected at least one, got none")
+    first = datasets[0]
+    for other in datasets[1:]:
+        if dict(other.sizes) != dict(first.sizes) or other.attrs != first.attrs:
+            came, wanted = ((dict(ds.sizes), ds.attrs) for ds in (other, first))
+            raise ValueError(
+                f"datasets: expected the sizes and attributes of the first, {wanted}, got {came}"
+            )
+    label = xr.Variable("seed", list(range(len(datasets)) if seeds is None else seeds))
+    return xr.concat(datasets, dim=label, data_vars="all", coords="minimal", compat="override", join="exact")
 
 
 def plot(ds: xr.Dataset, name: str, ax: Axes | None = None, **options: Any) -> Axes:

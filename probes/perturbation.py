@@ -155,9 +155,9 @@ def plot_perturbation_growth(ds: xr.Dataset, ax: Axes | None = None, *, layer: i
     for i, target in enumerate(ds.target.values):
         one = ds.sel(target=target)
         _figures.line_with_band(
-            ax, t, one.error.mean("head"), "token", i, f"in {target}: {one.fit_best.item()}"
+            ax, t, one.error.mean("head"), "token", i, f"in {target}: {_most(one.fit_best)}"
         )
-    shape = ds.error.median(("trial", "head"))
+    shape = _figures.median(ds.error, "token")
     middle = float(np.exp(np.log(np.maximum(shape.values, 1e-30)).mean()))
     for power, style, name in (
         (1.0, ":", "slope of $T$"),
@@ -172,6 +172,13 @@ def plot_perturbation_growth(ds: xr.Dataset, ax: Axes | None = None, *, layer: i
     kind = f"{ds.attrs['noise']} noise" + (", no decay" if ds.attrs["persistent"] else "")
     ax.legend(title=kind, fontsize=_figures.FONT - 1.5, title_fontsize=_figures.FONT - 1.5, frameon=False)
     return ax
+
+
+def _most(names: xr.DataArray) -> str:
+    """The name that most seeds agree on, with their share where they differ."""
+    found, counts = np.unique(names.values, return_counts=True)
+    best = str(found[counts.argmax()])
+    return best if len(found) == 1 else f"{best} ({counts.max()} of {counts.sum()} seeds)"
 
 
 def _powers(length: int) -> list[int]:

@@ -136,30 +136,38 @@ def plot_readout(ds: xr.Dataset, ax: Axes | None = None, *, token: int | None = 
     for i, source in enumerate(ds.source.values):
         style = _figures.look(i)
         value = at.accuracy.sel(weights="trained", source=source)
-        ends = at.interval.sel(weights="trained", source=source, label="hidden")
-        middle = value.sel(label="hidden").values
-        error = [middle - ends.sel(edge="low").values, ends.sel(edge="high").values - middle]
+        middle, low, high = _centre(at.sel(weights="trained", source=source, label="hidden"))
+        error = [middle - low, high - middle]
         bars = ax.errorbar(layers + shift[i], middle, np.maximum(error, 0), capsize=1.5, **style)
         bars.lines[0].set_label(source)
         hollow = style | {"markerfacecolor": "w", "linewidth": 0.7}
-        ax.plot(layers + shift[i], value.sel(label="control"), **hollow)
+        ax.plot(layers + shift[i], _figures.median(value.sel(label="control"), "layer"), **hollow)
         if "untrained" in ds.weights.values:
             faint = style | {"linestyle": "none", "alpha": 0.45, "markersize": 4.5}
-            ax.plot(
-                layers + shift[i],
-                at.accuracy.sel(weights="untrained", source=source, label="hidden"),
-                **faint,
-            )
+            values = at.accuracy.sel(weights="untrained", source=source, label="hidden")
+            ax.plot(layers + shift[i], _figures.median(values, "layer"), **faint)
     ax.plot([], [], "o", color="0.3", markerfacecolor="w", markersize=3, label="control (hollow)")
     if "untrained" in ds.weights.values:
         ax.plot([], [], "o", color="0.3", alpha=0.45, markersize=4.5, label="untrained (faint)")
-    _figures.reference(ax, float(at.majority.sel(label="hidden")), "majority")
+    _figures.reference(ax, float(at.majority.sel(label="hidden").mean()), "majority")
     ax.set_xticks(layers)
     ax.set_ylim(top=1.03)
-    title = f"token {int(at.token)}, n = {ds.attrs['n_sequences'] // 2} test sequences"
+    seeds = f"{ds.sizes['seed']} seeds, " if "seed" in ds.sizes else ""
+    title = f"token {int(at.token)}, n = {seeds}{ds.attrs['n_sequences'] // 2} test sequences"
     _figures.finish(ax, "layer", "read-out accuracy", title, legend=False)
     _figures.legend_below(ax, 3)
     return ax
+
+
+def _centre(at: xr.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """By layer: accuracy and its interval for one model; median, lowest and highest for several seeds."""
+    if "seed" in at.accuracy.dims:
+        return (
+            at.accuracy.median("seed").values,
+            at.accuracy.min("seed").values,
+            at.accuracy.max("seed").values,
+        )
+    return at.accuracy.values, at.interval.sel(edge="low").values, at.interval.sel(edge="high").values
 
 
 def _features(

@@ -98,7 +98,7 @@ def plot_step_cosines(
     ax = _figures.new_axes(ax, height=2.7)
     values = abs(ds[which].isel(layer=-1) if layer is None else ds[which].sel(layer=layer))
     shown = int(values.layer)
-    values = values.median(TOKEN_DIMS).transpose(*pairs[which])
+    values = _figures.median(values, *pairs[which]).transpose(*pairs[which])
     image = ax.imshow(values.values, vmin=0, vmax=1, cmap="viridis")
     if max(values.shape) <= 6:
         for (i, j), value in _figures.np.ndenumerate(values.values):

@@ -102,7 +102,9 @@ def plot_state_rank(
         _figures.line_with_band(
             ax, ds.token.values, ds[measure].sel(layer=layer), "token", i, f"layer {layer}"
         )
-    _figures.reference(ax, ds.bound.max("layer").values, "bound", ds.token.values)
+    _figures.reference(
+        ax, ds.bound.max([dim for dim in ds.bound.dims if dim != "token"]).values, "bound", ds.token.values
+    )
     ax.set_ylim(bottom=0)
     what = f", sum of {ds.attrs['window']} writes" if "window" in ds.attrs else " of the state"
     return _figures.finish(ax, "token", f"{measure} rank{what}", _figures.count_label(ds, "sample", "head"))
@@ -120,7 +122,9 @@ def plot_spectrum(
     shown = int(values.layer)
     values = values.isel(component=slice(max_components))
     top = values.isel(component=0)
-    relative = (values / top.where(top > 0)).median(("sample", "head")).transpose("component", "token")
+    relative = _figures.median(values / top.where(top > 0), "component", "token").transpose(
+        "component", "token"
+    )
     floor = -8.0
     field = np.log10(np.maximum(relative.values, 10**floor))
     rows = np.arange(1, len(field) + 1)

@@ -69,6 +69,22 @@ def test_text_stays_inside_a_column(measured, helpers, name):
     assert min(t.get_fontsize() for t in ax.get_xticklabels()) >= 6
 
 
+@pytest.mark.parametrize("name", [name for name in probes.MEASURES if name != "causal_share"])
+def test_seeds_are_joined_and_drawn(measured, helpers, name):
+    one = get(measured, helpers, name)
+    other = one.copy(deep=True)
+    for variable in other.data_vars.values():
+        if variable.dtype.kind == "f":
+            variable.values[:] = np.nan_to_num(variable.values) * 0.5
+    both = probes.join_seeds([one, other], seeds=[7, 9])
+    assert both.sel(seed=7).drop_vars("seed").equals(one)
+    assert both.sel(seed=9).drop_vars("seed").equals(other)
+    assert both.attrs == one.attrs
+    assert "n = 2 seeds" in probes.plot(both, name).get_title()
+    with pytest.raises(ValueError, match="datasets: expected the sizes and attributes of the first"):
+        probes.join_seeds([one, one.isel(layer=slice(1))])
+
+
 def test_datasets_survive_a_round_trip_through_dictionaries(measured, helpers):
     import xarray as xr
 
