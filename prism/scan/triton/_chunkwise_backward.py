@@ -1,9 +1,10 @@
 """Chunk-parallel backward kernels (math.md, section 5): a reverse pass over chunks, then all chunks at once.
 
 `reverse_kernel` carries dS backwards and applies one transposed triangular inverse per chunk, whatever L is.
-With its results, `writes_grad_kernel` gives the gradients of the writes and `inputs_grad_kernel` those of q,
-k, log_decay and beta. Many sums are kept transposed, [width, C], so that a computed tile is only ever a right
-operand (see `_chunkwise_forward.py`).
+With its results, four kernels work on all chunks at once, each small enough that several programs share a
+multiprocessor: `writes_grad_kernel` and `scores_grad_kernel` form the gradients of the C x C products once,
+`queries_grad_kernel` and `keys_grad_kernel` use them. Many sums are kept transposed, [width, C], so that a
+computed tile is only ever a right operand (see `_chunkwise_forward.py`).
 """
 
 import triton
@@ -24,7 +25,7 @@ from prism.scan.triton._chunks import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_row"])
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV"])
 def reverse_kernel(
     q, k, beta, solve, scores, grown, rest, do, d_final, dv, d_states, d_initial,
     offsets, chunk_start, scale, T, chunks_per_row, H, HV,
@@ -76,15 +77,29 @@ def reverse_kernel(
     tl.store(d_initial + own + at, state, mask=exists)
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_row", "L"])
+@triton.jit
+def _store_gate_grad(base, stride, pairs, kept, left, C: tl.constexpr):
+    """Stores, for t in the chunk, the sum of `pairs` (s, i) with s >= t > i and of `kept` i with i < t.
+
+    log_decay_t scales every path that crosses t. Sums of what crosses, and not differences of row and column sums,
+    keep their digits under strong decay.
+    """
+    rows = tl.arange(0, C)
+    below = rows[:, None] > rows[None, :]
+    crossing = tl.sum(tl.where(below, tl.cumsum(pairs, axis=1), kept[:, None]), axis=0)  # at t + 1
+    tl.store(base + (rows + 1) * stride, crossing, mask=rows + 1 < left)
+    tl.store(base, 0.0)
+
+
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L"])
 def writes_grad_kernel(
-    q, k, log_decay, write_k, write_v, do, dv, d_states, d_write_k, d_write_v, d_kept, spans,
+    q, k, log_decay, write_k, write_v, do, dv, d_states, d_write_k, d_write_v, by_writes, gate_grad, spans,
     scale, T, chunks_per_row, H, HV, L,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """d_write_k, d_write_v, and d_kept [tokens, HV, L], the gradient of log exp(G_C - G_i) through each
-    write. One program: chunk, value head, write."""
+    """d_write_k, d_write_v; by_writes [tokens, HV, L, 2, C], the gradients of q . x and of k . x; gate_grad
+    [tokens, HV, L], the share of d_log_decay. One program: chunk, value head, write."""
     l = tl.program_id(0) % L
     head = tl.program_id(0) // L % HV
     chunk = tl.program_id(0) // L // HV
@@ -94,65 +109,144 @@ def writes_grad_kernel(
         return
     gate = first * HV + head
     read = (first * H + head // (HV // H)) * K
-    own_k = (gate * L + l) * K
-    own_v = (gate * L + l) * V
+    own = gate * L + l
     cell = (chunk.to(tl.int64) * HV + head) * K * V
-    total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
-    rest = tl.exp((last_of(total, C) - total).to(tl.float32))
     rows = tl.arange(0, C)
-    below = rows[:, None] > rows[None, :]
-    gamma = pair_decay(total[:, None], total[None, :], rows[:, None] >= rows[None, :])
-    queries = load_rows(q + read, H * K, left, 0, K, C, BK)
-    keys = load_rows(k + read, H * K, left, 0, K, C, BK)
-    x = load_rows(write_k + own_k, HV * L * K, left, 0, K, C, BK)
-    by_q = (tl.dot(queries, tl.trans(x), input_precision=DOT) * (scale * gamma)).to(x.dtype)
-    by_k = (tl.dot(keys, tl.trans(x), input_precision=DOT) * tl.where(below, -gamma, 0.0)).to(x.dtype)
+    x = load_rows(write_k + own * K, HV * L * K, left, 0, K, C, BK)
 
     d_by_q = tl.zeros((C, C), tl.float32)
     d_by_k = tl.zeros((C, C), tl.float32)
+    for v0 in range(0, V, BV):
+        w = load_rows(write_v + own * V, HV * L * V, left, v0, V, C, BV)
+        upstream = load_rows(do + gate * V, HV * V, left, v0, V, C, BV)
+        d_right = load_rows(dv + gate * V, HV * V, left, v0, V, C, BV)
+        d_by_q = tl.dot(upstream, tl.trans(w), d_by_q, input_precision=DOT)
+        d_by_k = tl.dot(d_right, tl.trans(w), d_by_k, input_precision=DOT)
+    total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
+    gamma = pair_decay(total[:, None], total[None, :], rows[:, None] >= rows[None, :])
+    d_by_q *= scale * gamma
+    d_by_k *= tl.where(rows[:, None] > rows[None, :], -gamma, 0.0)
+    store_rows(by_writes + own * 2 * C, d_by_q, HV * L * 2 * C, left, 0, C, C, C)
+    store_rows(by_writes + own * 2 * C + C, d_by_k, HV * L * 2 * C, left, 0, C, C, C)
+    queries = load_rows(q + read, H * K, left, 0, K, C, BK)
+    keys = load_rows(k + read, H * K, left, 0, K, C, BK)
+    by_q = tl.dot(queries, tl.trans(x), input_precision=DOT)
+    by_k = tl.dot(keys, tl.trans(x), input_precision=DOT)
+    pairs = d_by_q * by_q + d_by_k * by_k
+    by_q = (by_q * (scale * gamma)).to(x.dtype)
+    by_k = (by_k * tl.where(rows[:, None] > rows[None, :], -gamma, 0.0)).to(x.dtype)
+
     d_x = tl.zeros((BK, C), tl.float32)
     for v0 in range(0, V, BV):
         at, exists = state_offsets(v0, K, V, BK, BV)
-        w = load_rows(write_v + own_v, HV * L * V, left, v0, V, C, BV)
-        upstream = load_rows(do + gate * V, HV * V, left, v0, V, C, BV)
-        d_right = load_rows(dv + gate * V, HV * V, left, v0, V, C, BV)
+        d_state = tl.load(d_states + cell + at, mask=exists, other=0.0)
+        w = load_rows(write_v + own * V, HV * L * V, left, v0, V, C, BV)
+        d_x = tl.dot(d_state, tl.trans(w), d_x, input_precision=DOT)
+    rest = tl.exp((last_of(total, C) - total).to(tl.float32))
+    d_x *= rest[None, :]
+    x_columns = load_columns(write_k + own * K, HV * L * K, left, 0, K, C, BK)
+    kept = tl.sum(d_x * x_columns.to(tl.float32), axis=0)
+    _store_gate_grad(gate_grad + own, HV * L, pairs, kept, left, C)
+    d_x = tl.dot(tl.trans(queries), d_by_q.to(x.dtype), d_x, input_precision=DOT)
+    d_x = tl.dot(tl.trans(keys), d_by_k.to(x.dtype), d_x, input_precision=DOT)
+    store_columns(d_write_k + own * K, d_x, HV * L * K, left, 0, K, C, BK)
+
+    for v0 in range(0, V, BV):
+        at, exists = state_offsets(v0, K, V, BK, BV)
         d_state = tl.load(d_states + cell + at, mask=exists, other=0.0)
         d_w = tl.dot(tl.trans(d_state), tl.trans(x), input_precision=DOT) * rest[None, :]
+        upstream = load_rows(do + gate * V, HV * V, left, v0, V, C, BV)
         d_w = tl.dot(tl.trans(upstream), by_q, d_w, input_precision=DOT)
+        d_right = load_rows(dv + gate * V, HV * V, left, v0, V, C, BV)
         d_w = tl.dot(tl.trans(d_right), by_k, d_w, input_precision=DOT)
-        store_columns(d_write_v + own_v, d_w, HV * L * V, left, v0, V, C, BV)
-        d_by_q = tl.dot(upstream, tl.trans(w), d_by_q, input_precision=DOT)
-        d_by_k = tl.dot(d_right, tl.trans(w), d_by_k, input_precision=DOT)
-        d_x = tl.dot(d_state, tl.trans(w), d_x, input_precision=DOT)
-    d_x *= rest[None, :]
-    x_columns = load_columns(write_k + own_k, HV * L * K, left, 0, K, C, BK)
-    kept = tl.sum(d_x * x_columns.to(tl.float32), axis=0)
-    tl.store(d_kept + (gate + rows * HV) * L + l, kept, mask=rows < left)
-    # Read again: kept through the loop, gamma would spill registers.
+        store_columns(d_write_v + own * V, d_w, HV * L * V, left, v0, V, C, BV)
+
+
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV"])
+def scores_grad_kernel(
+    k, log_decay, beta, scores, error, do, dv, by_scores, gate_grad, beta_grad, spans,
+    scale, T, chunks_per_row, H, HV,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """by_scores [tokens, HV, 2, C], the gradients of q . k and of k . k below the diagonal; gate_grad and beta_grad
+    [tokens, HV], their shares of d_log_decay and d_beta. One program: chunk, value head."""
+    head = tl.program_id(0) % HV
+    chunk = tl.program_id(0) // HV
+    first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
+    left = (end - first).to(tl.int32)
+    if left <= 0:
+        return
+    gate = first * HV + head
+    rows = tl.arange(0, C)
+    keys = load_rows(k + (first * H + head // (HV // H)) * K, H * K, left, 0, K, C, BK)
+    d_seen = tl.zeros((C, C), tl.float32)
+    d_solve = tl.zeros((C, C), tl.float32)
+    for v0 in range(0, V, BV):
+        e = load_rows(error + gate * V, HV * V, left, v0, V, C, BV)
+        upstream = load_rows(do + gate * V, HV * V, left, v0, V, C, BV)
+        d_right = load_rows(dv + gate * V, HV * V, left, v0, V, C, BV)
+        d_seen = tl.dot(upstream, tl.trans(e), d_seen, input_precision=DOT)
+        d_solve = tl.dot(d_right, tl.trans(e), d_solve, input_precision=DOT)
+    b = load_column(beta + gate, HV, left, C)
     total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
     gamma = pair_decay(total[:, None], total[None, :], rows[:, None] >= rows[None, :])
-    d_x = tl.dot(tl.trans(queries), (d_by_q * (scale * gamma)).to(x.dtype), d_x, input_precision=DOT)
-    d_by_k *= tl.where(below, -gamma, 0.0)
-    d_x = tl.dot(tl.trans(keys), d_by_k.to(x.dtype), d_x, input_precision=DOT)
-    store_columns(d_write_k + own_k, d_x, HV * L * K, left, 0, K, C, BK)
+    pairs = d_seen * load_rows(scores + gate * C, HV * C, left, 0, C, C, C).to(tl.float32)
+    d_seen *= (scale * gamma) * b[None, :]
+    store_rows(by_scores + gate * 2 * C, d_seen, HV * 2 * C, left, 0, C, C, C)
+    d_solve *= tl.where(rows[:, None] > rows[None, :], -gamma, 0.0)
+    store_rows(by_scores + gate * 2 * C + C, d_solve * b[None, :], HV * 2 * C, left, 0, C, C, C)
+    pairs += d_solve * tl.dot(keys, tl.trans(keys), input_precision=DOT)
+    tl.store(beta_grad + gate + rows * HV, tl.sum(pairs, axis=0), mask=rows < left)
+    _store_gate_grad(gate_grad + gate, HV, pairs * b[None, :], tl.zeros((C,), tl.float32), left, C)
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_row", "L"])
-def inputs_grad_kernel(
-    q, k, log_decay, beta, scores, error, states, write_k, write_v, do, dv, d_states, d_kept,
-    dq, dk, d_log_decay, d_beta, spans, scale, T, chunks_per_row, H, HV, L,
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L"])
+def queries_grad_kernel(
+    q, k, grown, states, write_k, do, by_scores, by_writes, dq, reads, spans, scale, T, chunks_per_row, H, HV, L,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr, WRITES: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk [tokens, HV, K], d_log_decay, d_beta. One program: chunk, value head.
+    """dq [tokens, HV, K]; reads [tokens, HV], q . dq of the chunk's first state. One program: chunk, value head."""
+    head = tl.program_id(0) % HV
+    chunk = tl.program_id(0) // HV
+    first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
+    left = (end - first).to(tl.int32)
+    if left <= 0:
+        return
+    gate = first * HV + head
+    read = (first * H + head // (HV // H)) * K
+    cell = (chunk.to(tl.int64) * HV + head) * K * V
+    rows = tl.arange(0, C)
+    keys = load_rows(k + read, H * K, left, 0, K, C, BK)
+    by_seen = load_rows(by_scores + gate * 2 * C, HV * 2 * C, left, 0, C, C, C)
+    d_q = tl.zeros((BK, C), tl.float32)
+    for v0 in range(0, V, BV):
+        at, exists = state_offsets(v0, K, V, BK, BV)
+        state = tl.load(states + cell + at, mask=exists, other=0.0)
+        upstream = load_rows(do + gate * V, HV * V, left, v0, V, C, BV)
+        d_q = tl.dot(state, tl.trans(upstream), d_q, input_precision=DOT)
+    d_q *= scale * load_column(grown + gate, HV, left, C)[None, :]
+    q_columns = load_columns(q + read, H * K, left, 0, K, C, BK)
+    tl.store(reads + gate + rows * HV, tl.sum(d_q * q_columns.to(tl.float32), axis=0), mask=rows < left)
+    d_q = tl.dot(tl.trans(keys), tl.trans(by_seen), d_q, input_precision=DOT)
+    if WRITES:
+        for l in range(L):
+            x = load_rows(write_k + (gate * L + l) * K, HV * L * K, left, 0, K, C, BK)
+            by_q = load_rows(by_writes + (gate * L + l) * 2 * C, HV * L * 2 * C, left, 0, C, C, C)
+            d_q = tl.dot(tl.trans(x), tl.trans(by_q), d_q, input_precision=DOT)
+    store_columns(dq + gate * K, d_q, HV * K, left, 0, K, C, BK)
 
-    log_decay_t scales every path that crosses t: pairs (s, i) with s >= t > i, reads of the chunk's first
-    state at s >= t, rows i < t kept to its end, and the first state carried through. Summing those, and not
-    differences of row and column sums, keeps the digits under strong decay.
 
-    One accumulator after the other, each finished before the next begins: together they would spill
-    registers.
-    """
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L"])
+def keys_grad_kernel(
+    q, k, beta, grown, rest, error, states, write_k, dv, d_states, by_scores, by_writes, gate_grad, write_gate_grad,
+    beta_grad, reads, dk, d_log_decay, d_beta, spans, T, chunks_per_row, H, HV, L,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, WRITES: tl.constexpr,
+):  # fmt: skip
+    """dk [tokens, HV, K], and d_log_decay and d_beta from the shares found before and those of this kernel's own.
+    One program: chunk, value head."""
     head = tl.program_id(0) % HV
     chunk = tl.program_id(0) // HV
     first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
@@ -164,107 +258,56 @@ def inputs_grad_kernel(
     cell = (chunk.to(tl.int64) * HV + head) * K * V
     rows = tl.arange(0, C)
     inside = rows < left
-    below = rows[:, None] > rows[None, :]
-    total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
-    b = load_column(beta + gate, HV, left, C)
-    queries = load_rows(q + read, H * K, left, 0, K, C, BK)
-    keys = load_rows(k + read, H * K, left, 0, K, C, BK)
 
-    # Through what q reads.
-    d_seen = tl.zeros((C, C), tl.float32)
-    d_q = tl.zeros((BK, C), tl.float32)
-    for v0 in range(0, V, BV):
-        at, exists = state_offsets(v0, K, V, BK, BV)
-        upstream = load_rows(do + gate * V, HV * V, left, v0, V, C, BV)
-        e = load_rows(error + gate * V, HV * V, left, v0, V, C, BV)
-        state = tl.load(states + cell + at, mask=exists, other=0.0)
-        d_seen = tl.dot(upstream, tl.trans(e), d_seen, input_precision=DOT)
-        d_q = tl.dot(state, tl.trans(upstream), d_q, input_precision=DOT)
-    grown = tl.exp(total.to(tl.float32))
-    d_q *= (scale * grown)[None, :]
-    q_columns = load_columns(q + read, H * K, left, 0, K, C, BK)
-    reads = tl.sum(d_q * q_columns.to(tl.float32), axis=0)
-    gamma = pair_decay(total[:, None], total[None, :], rows[:, None] >= rows[None, :])
-    pairs = d_seen * load_rows(scores + gate * C, HV * C, left, 0, C, C, C).to(tl.float32)
-    to_beta = tl.sum(pairs, axis=0)
-    pairs *= b[None, :]
-    by_seen = (d_seen * (scale * gamma) * b[None, :]).to(keys.dtype)
-    d_q = tl.dot(tl.trans(keys), tl.trans(by_seen), d_q, input_precision=DOT)
-    if WRITES:
-        for l in range(L):
-            x = load_rows(write_k + (gate * L + l) * K, HV * L * K, left, 0, K, C, BK)
-            by_q = tl.zeros((C, C), tl.float32)
-            for v0 in range(0, V, BV):
-                w = load_rows(write_v + (gate * L + l) * V, HV * L * V, left, v0, V, C, BV)
-                upstream = load_rows(do + gate * V, HV * V, left, v0, V, C, BV)
-                by_q = tl.dot(upstream, tl.trans(w), by_q, input_precision=DOT)
-            by_q *= scale * gamma
-            pairs += by_q * tl.dot(queries, tl.trans(x), input_precision=DOT)
-            d_q = tl.dot(tl.trans(x), tl.trans(by_q.to(x.dtype)), d_q, input_precision=DOT)
-    store_columns(dq + gate * K, d_q, HV * K, left, 0, K, C, BK)
-
-    # Through the rows that k adds to the state.
+    # What k reads of the chunk's first state, and that state carried through.
     d_k = tl.zeros((BK, C), tl.float32)
     carried = 0.0
     for v0 in range(0, V, BV):
         at, exists = state_offsets(v0, K, V, BK, BV)
-        e = load_rows(error + gate * V, HV * V, left, v0, V, C, BV)
         state = tl.load(states + cell + at, mask=exists, other=0.0)
         d_state = tl.load(d_states + cell + at, mask=exists, other=0.0)
         carried += tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1), axis=0)
-        d_k = tl.dot(d_state, tl.trans(e), d_k, input_precision=DOT)
-    last = last_of(total, C)
-    d_k *= tl.exp((last - total).to(tl.float32))[None, :]
-    k_columns = load_columns(k + read, H * K, left, 0, K, C, BK).to(tl.float32)
-    kept = tl.sum(d_k * k_columns, axis=0)
-    to_beta += kept
-    kept *= b
-    d_k *= b[None, :]
-    d_k = tl.dot(tl.trans(queries), by_seen, d_k, input_precision=DOT)
-
-    # Through the triangular system.
-    d_solve = tl.zeros((C, C), tl.float32)
-    for v0 in range(0, V, BV):
-        e = load_rows(error + gate * V, HV * V, left, v0, V, C, BV)
         d_right = load_rows(dv + gate * V, HV * V, left, v0, V, C, BV)
-        d_solve = tl.dot(d_right, tl.trans(e), d_solve, input_precision=DOT)
-    total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
-    gamma = pair_decay(total[:, None], total[None, :], below)
-    d_solve *= -gamma
-    by_keys = (d_solve * b[None, :]).to(keys.dtype)
+        d_k = tl.dot(state, tl.trans(d_right), d_k, input_precision=DOT)
+    carried *= tl.load(grown + gate + (tl.minimum(left, C) - 1) * HV)
+    d_k *= -load_column(grown + gate, HV, left, C)[None, :]
+    k_columns = load_columns(k + read, H * K, left, 0, K, C, BK).to(tl.float32)
+    read_grad = load_column(reads + gate, HV, left, C) + tl.sum(d_k * k_columns, axis=0)
+
+    # What k adds to the chunk's last state.
+    d_kept = tl.zeros((BK, C), tl.float32)
+    for v0 in range(0, V, BV):
+        at, exists = state_offsets(v0, K, V, BK, BV)
+        d_state = tl.load(d_states + cell + at, mask=exists, other=0.0)
+        e = load_rows(error + gate * V, HV * V, left, v0, V, C, BV)
+        d_kept = tl.dot(d_state, tl.trans(e), d_kept, input_precision=DOT)
+    d_kept *= load_column(rest + gate, HV, left, C)[None, :]
+    k_columns = load_columns(k + read, H * K, left, 0, K, C, BK).to(tl.float32)
+    kept = tl.sum(d_kept * k_columns, axis=0)
+    b = load_column(beta + gate, HV, left, C)
+    d_k += d_kept * b[None, :]
+
+    queries = load_rows(q + read, H * K, left, 0, K, C, BK)
+    by_seen = load_rows(by_scores + gate * 2 * C, HV * 2 * C, left, 0, C, C, C)
+    d_k = tl.dot(tl.trans(queries), by_seen, d_k, input_precision=DOT)
+    keys = load_rows(k + read, H * K, left, 0, K, C, BK)
+    by_keys = load_rows(by_scores + gate * 2 * C + C, HV * 2 * C, left, 0, C, C, C)
     d_k = tl.dot(tl.trans(keys), by_keys, d_k, input_precision=DOT)
     d_k = tl.dot(tl.trans(keys), tl.trans(by_keys), d_k, input_precision=DOT)
-    d_solve *= tl.dot(keys, tl.trans(keys), input_precision=DOT)
-    to_beta += tl.sum(d_solve, axis=0)
-    pairs += d_solve * b[None, :]
-    tl.store(d_beta + gate + rows * HV, to_beta, mask=inside)
+    gate_share = tl.load(gate_grad + gate + (rows + 1) * HV, mask=rows + 1 < left, other=0.0)
     if WRITES:
         for l in range(L):
             x = load_rows(write_k + (gate * L + l) * K, HV * L * K, left, 0, K, C, BK)
-            by_k = tl.zeros((C, C), tl.float32)
-            for v0 in range(0, V, BV):
-                w = load_rows(write_v + (gate * L + l) * V, HV * L * V, left, v0, V, C, BV)
-                d_right = load_rows(dv + gate * V, HV * V, left, v0, V, C, BV)
-                by_k = tl.dot(d_right, tl.trans(w), by_k, input_precision=DOT)
-            by_k *= -gamma
-            pairs += by_k * tl.dot(keys, tl.trans(x), input_precision=DOT)
-            d_k = tl.dot(tl.trans(x), tl.trans(by_k.to(x.dtype)), d_k, input_precision=DOT)
-            kept += tl.load(d_kept + (gate + rows * HV) * L + l, mask=inside, other=0.0)
+            by_k = load_rows(by_writes + (gate * L + l) * 2 * C + C, HV * L * 2 * C, left, 0, C, C, C)
+            d_k = tl.dot(tl.trans(x), tl.trans(by_k), d_k, input_precision=DOT)
+            share = write_gate_grad + gate * L + l + (rows + 1) * HV * L
+            gate_share += tl.load(share, mask=rows + 1 < left, other=0.0)
+    store_columns(dk + gate * K, d_k, HV * K, left, 0, K, C, BK)
 
-    # Through what k reads of the chunk's first state.
-    d_read = tl.zeros((BK, C), tl.float32)
-    for v0 in range(0, V, BV):
-        at, exists = state_offsets(v0, K, V, BK, BV)
-        d_right = load_rows(dv + gate * V, HV * V, left, v0, V, C, BV)
-        state = tl.load(states + cell + at, mask=exists, other=0.0)
-        d_read = tl.dot(state, tl.trans(d_right), d_read, input_precision=DOT)
-    d_read *= -tl.exp(total.to(tl.float32))[None, :]
-    k_columns = load_columns(k + read, H * K, left, 0, K, C, BK).to(tl.float32)
-    reads += tl.sum(d_read * k_columns, axis=0)
-    store_columns(dk + gate * K, d_k + d_read, HV * K, left, 0, K, C, BK)
-
-    # Column t of `crossing`, summed, is the gradient at t + 1.
-    carried *= tl.exp(last.to(tl.float32))
-    crossing = tl.where(below, reads[:, None] + tl.cumsum(pairs, axis=1), kept[:, None])
-    tl.store(d_log_decay + gate + (rows + 1) * HV, tl.sum(crossing, axis=0) + carried, mask=rows + 1 < left)
-    tl.store(d_log_decay + gate, tl.sum(reads, axis=0) + carried)
+    beta_share = tl.load(beta_grad + gate + rows * HV, mask=inside, other=0.0)
+    tl.store(d_beta + gate + rows * HV, beta_share + kept, mask=inside)
+    # Reads at s >= t and rows i < t kept cross t: column t of `crossing`, summed, is the gradient at t + 1.
+    crossing = tl.where(rows[:, None] > rows[None, :], read_grad[:, None], (kept * b)[:, None])
+    crossing = tl.sum(crossing, axis=0) + carried + gate_share
+    tl.store(d_log_decay + gate + (rows + 1) * HV, crossing, mask=rows + 1 < left)
+    tl.store(d_log_decay + gate, tl.sum(read_grad, axis=0) + carried)

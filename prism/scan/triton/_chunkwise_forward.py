@@ -22,7 +22,6 @@ import triton.language as tl
 from prism.scan.triton._chunks import (
     chunk_tokens,
     cumulative,
-    invert_unit_lower,
     last_of,
     load_column,
     load_rows,
@@ -34,9 +33,131 @@ from prism.scan.triton._chunks import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_row"])
+@triton.jit
+def _substitute(scratch, C: tl.constexpr):
+    """Replaces C / 16 strictly lower triangular blocks a [16, 16] by (I + a)^{-1}. One lane per column."""
+    lane = tl.arange(0, C)
+    block = scratch + (lane // 16) * 256
+    column = lane % 16
+    x = ()
+    for i in tl.static_range(16):
+        row = tl.where(column == i, 1.0, 0.0)
+        for j in tl.static_range(i):
+            row -= tl.load(block + (i * 16 + j)) * x[j]
+        x = x + (row,)
+    tl.debug_barrier()
+    for i in tl.static_range(16):
+        tl.store(block + i * 16 + column, x[i])
+
+
+@triton.jit
+def _load_blocks(
+    base, stride, left, start, step, K: tl.constexpr, N: tl.constexpr, B: tl.constexpr, BK: tl.constexpr
+):
+    """[N, B, BK]: blocks of B rows, the n-th from row start + n * step."""
+    rows = start + tl.arange(0, N)[:, None, None] * step + tl.arange(0, B)[None, :, None]
+    cols = tl.arange(0, BK)[None, None, :]
+    return tl.load(base + rows * stride + cols, mask=(rows < left) & (cols < K), other=0.0)
+
+
+@triton.jit
+def _store_blocks(base, tile, stride, left, row, column, step, N: tl.constexpr, B: tl.constexpr):
+    """Stores [N, B, B], the n-th block from (row + n * step, column + n * step)."""
+    shift = tl.arange(0, N)[:, None, None] * step
+    rows = row + shift + tl.arange(0, B)[None, :, None]
+    cols = column + shift + tl.arange(0, B)[None, None, :]
+    tl.store(base + rows * stride + cols, tile.to(base.dtype.element_ty), mask=rows < left)
+
+
+@triton.jit
+def _half(x, second, P: tl.constexpr, B: tl.constexpr):
+    """[P, B]: the first or the second half of each of P pairs of B numbers."""
+    pairs = tl.reshape(x, (P, 2, B))
+    return tl.sum(tl.where((tl.arange(0, 2) == second)[None, :, None], pairs, 0.0), axis=1)
+
+
+@triton.jit
+def _below_diagonal(
+    k,
+    stride,
+    left,
+    total,
+    b,
+    start,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    B: tl.constexpr,
+    BK: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """[P, B, B]: k_i . k_j exp(G_i - G_j) beta_j of the rows i in the second half of each pair, j in the first."""
+    upper = _load_blocks(k, stride, left, 0, 2 * B, K, P, B, BK)
+    lower = _load_blocks(k, stride, left, B, 2 * B, K, P, B, BK)
+    decay = tl.exp((_half(total, 1, P, B)[:, :, None] - _half(total, 0, P, B)[:, None, :]).to(tl.float32))
+    if P == 1:
+        a = tl.dot(tl.reshape(lower, (B, BK)), tl.trans(tl.reshape(upper, (B, BK))), input_precision=DOT)[
+            None, :, :
+        ]
+    else:
+        a = tl.dot(lower, tl.permute(upper, (0, 2, 1)), input_precision=DOT)
+    return a * decay * _half(b, 0, P, B)[:, None, :]
+
+
+@triton.jit
+def _invert(
+    k, k_stride, left, total, b, scratch, out, out_stride,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """out [C, C] = (I + a)^{-1}, a_ij = k_i . k_j exp(G_i - G_j) beta_j for j < i, C in {16, 32, 64}.
+
+    Substitution inside blocks of 16 rows, then block merges: a product of powers of `a` would be shorter and loses
+    every digit where keys repeat. Blocks pass through `scratch` [C + C / 2, 16], each in the shape its next use needs.
+    """
+    N: tl.constexpr = C // 16
+    i = tl.arange(0, 16)[None, :, None]
+    j = tl.arange(0, 16)[None, None, :]
+    block = scratch + tl.arange(0, N)[:, None, None] * 256 + i * 16 + j
+    keys = _load_blocks(k, k_stride, left, 0, 16, K, N, 16, BK)
+    G = tl.reshape(total, (N, 16))
+    a = tl.dot(keys, tl.permute(keys, (0, 2, 1)), input_precision=DOT)
+    a *= pair_decay(G[:, :, None], G[:, None, :], (i > j) & (tl.arange(0, N)[:, None, None] >= 0))
+    tl.store(block, a * tl.reshape(b, (N, 16))[:, None, :])
+    tl.debug_barrier()
+    _substitute(scratch, C)
+    tl.debug_barrier()
+    _store_blocks(out, tl.load(block), out_stride, left, 0, 0, 16, N, 16)
+    if C >= 32:
+        P: tl.constexpr = C // 32
+        pair = scratch + tl.arange(0, P)[:, None, None] * 512 + i * 16 + j
+        corner = tl.dot(
+            _below_diagonal(k, k_stride, left, total, b, 16, K, P, 16, BK, DOT),
+            tl.load(pair),
+            input_precision=DOT,
+        )
+        corner = -tl.dot(tl.load(pair + 256), corner, input_precision=DOT)
+        _store_blocks(out, corner, out_stride, left, 16, 0, 32, P, 16)
+        _store_blocks(out, tl.zeros_like(corner), out_stride, left, 0, 16, 32, P, 16)
+        if C >= 64:
+            corners = scratch + C * 16
+            tl.store(corners + tl.arange(0, P)[:, None, None] * 256 + i * 16 + j, corner)
+            tl.debug_barrier()
+            r = tl.arange(0, 32)[:, None]
+            c = tl.arange(0, 32)[None, :]
+            place = tl.where(r // 16 == c // 16, r * 16 + c % 16, C * 16 + (r - 16) * 16 + c)
+            inside = r // 16 >= c // 16
+            first = tl.load(scratch + place, mask=inside, other=0.0)
+            place += tl.where(r // 16 == c // 16, 512, 256)
+            second = tl.load(scratch + place, mask=inside, other=0.0)
+            a = tl.reshape(_below_diagonal(k, k_stride, left, total, b, 32, K, 1, 32, BK, DOT), (32, 32))
+            corner = tl.dot(a, first, input_precision=DOT)
+            corner = -tl.dot(second, corner, input_precision=DOT)[None, :, :]
+            _store_blocks(out, corner, out_stride, left, 32, 0, 0, 1, 32)
+            _store_blocks(out, tl.zeros_like(corner), out_stride, left, 0, 32, 0, 1, 32)
+
+
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV"])
 def prepare_kernel(
-    q, k, log_decay, beta, solve, scores, grown, rest, spans, scale, T, chunks_per_row, H, HV,
+    q, k, log_decay, beta, solve, scores, grown, rest, scratch, spans, scale, T, chunks_per_row, H, HV,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -61,12 +182,11 @@ def prepare_kernel(
     gamma = pair_decay(total[:, None], total[None, :], rows[:, None] >= rows[None, :])
     seen = tl.dot(queries, tl.trans(keys), input_precision=DOT) * (scale * gamma)
     store_rows(scores + gate * C, seen, HV * C, left, 0, C, C, C)
-    below = rows[:, None] > rows[None, :]
-    a = tl.dot(keys, tl.trans(keys), input_precision=DOT) * tl.where(below, gamma * b[None, :], 0.0)
-    store_rows(solve + gate * C, invert_unit_lower(a, C, DOT), HV * C, left, 0, C, C, C)
+    own = scratch + tl.program_id(0).to(tl.int64) * (C * 24)
+    _invert(k + read, H * K, left, total, b, own, solve + gate * C, HV * C, K, C, BK, DOT)
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_row", "L"])
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L"])
 def writes_kernel(
     q, k, v, log_decay, write_k, write_v, target, write_o, write_state, spans, scale, T,
     chunks_per_row, H, HV, L,
@@ -114,7 +234,7 @@ def writes_kernel(
     tl.store(write_state + cell + at, added.to(write_state.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_row"])
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV"])
 def scan_kernel(
     q, k, target, beta, solve, scores, grown, rest, write_o, write_state, initial, o, final, error, states,
     offsets, chunk_start, scale, T, chunks_per_row, H, HV,

@@ -12,7 +12,13 @@ import torch
 import triton
 from torch import Tensor
 
-from prism.scan.triton._chunkwise_backward import inputs_grad_kernel, reverse_kernel, writes_grad_kernel
+from prism.scan.triton._chunkwise_backward import (
+    keys_grad_kernel,
+    queries_grad_kernel,
+    reverse_kernel,
+    scores_grad_kernel,
+    writes_grad_kernel,
+)
 from prism.scan.triton._chunkwise_forward import prepare_kernel, scan_kernel, writes_kernel
 
 MAX_KEY_WIDTH = 128  # one program holds all K rows of a slice of the state
@@ -33,7 +39,9 @@ class Tuning(NamedTuple):
     scan: Launch
     reverse: Launch
     writes_grad: Launch
-    inputs_grad: Launch
+    scores_grad: Launch
+    queries_grad: Launch
+    keys_grad: Launch
 
 
 def tuning(dtype: torch.dtype, K: int, V: int) -> Tuning:
@@ -42,9 +50,8 @@ def tuning(dtype: torch.dtype, K: int, V: int) -> Tuning:
     narrow, wide = min(32, width), min(64, width)
     if dtype == torch.float32:
         one, many = Launch(4, 1, narrow), Launch(8, 1, narrow)
-        return Tuning(32, one, one, many, many, many, many)
-    solve, pass_ = Launch(4, 1, wide), Launch(4, 2, wide)
-    return Tuning(64, solve, Launch(4, 2, wide), pass_, pass_, Launch(8, 1, wide), Launch(8, 1, wide))
+        return Tuning(32, one, one, *[many] * 6)
+    return Tuning(64, Launch(2, 1, wide), *[Launch(4, 2, wide)] * 3, *[Launch(4, 1, wide)] * 4)
 
 
 class Layout(NamedTuple):
@@ -115,8 +122,9 @@ def forward(
     o = torch.empty_like(v)
 
     at = tuned.prepare
+    scratch = q.new_empty(where.chunks, HV, C + C // 2, 16, dtype=torch.float32)
     prepare_kernel[(where.chunks * HV,)](
-        q, k, log_decay, beta, solve, scores, grown, rest, *tokens, K, C, BK, packed, wide, dot,
+        q, k, log_decay, beta, solve, scores, grown, rest, scratch, *tokens, K, C, BK, packed, wide, dot,
         num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
 
@@ -153,7 +161,6 @@ def backward(
     where = layout(B, T, C, cu_seqlens)
     packed, writes = where.spans is not None, write_k is not None
     L = write_k.shape[3] if write_k is not None else 0
-    tokens = (where.spans, scale, T, where.chunks_per_row, H, HV)
     (solve, scores), (grown, rest), error, states = saved
     do = torch.zeros_like(v) if do is None else do
 
@@ -167,25 +174,44 @@ def backward(
         K, V, C, BK, at.v_block, packed, dot, dstate is not None, num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
 
-    d_write_k = d_write_v = d_kept = None
+    d_write_k = d_write_v = by_writes = write_gate_grad = None
     if write_k is not None and write_v is not None:
         at = tuned.writes_grad
         d_write_k, d_write_v = torch.empty_like(write_k), torch.empty_like(write_v)
-        d_kept = q.new_empty(B, T, HV, L, dtype=torch.float32)
+        by_writes = q.new_empty(B, T, HV, L, 2, C)
+        write_gate_grad = q.new_empty(B, T, HV, L, dtype=torch.float32)
         writes_grad_kernel[(where.chunks * HV * L,)](
-            q, k, log_decay, write_k, write_v, do, dv, d_states, d_write_k, d_write_v, d_kept, *tokens, L,
+            q, k, log_decay, write_k, write_v, do, dv, d_states, d_write_k, d_write_v, by_writes,
+            write_gate_grad, where.spans, scale, T, where.chunks_per_row, H, HV, L,
             K, V, C, BK, at.v_block, packed, wide, dot, num_warps=at.warps, num_stages=at.stages,
         )  # fmt: skip
 
-    at = tuned.inputs_grad
+    at = tuned.scores_grad
+    by_scores = q.new_empty(B, T, HV, 2, C)
+    gate_grad, beta_grad, reads = q.new_empty(3, B, T, HV, dtype=torch.float32)
+    scores_grad_kernel[(where.chunks * HV,)](
+        k, log_decay, beta, scores, error, do, dv, by_scores, gate_grad, beta_grad, where.spans,
+        scale, T, where.chunks_per_row, H, HV,
+        K, V, C, BK, at.v_block, packed, wide, dot, num_warps=at.warps, num_stages=at.stages,
+    )  # fmt: skip
+
     # Value heads that share a key head are summed afterwards, in float32 and in one order.
+    at = tuned.queries_grad
     dq = q.new_empty(B, T, HV, K, dtype=q.dtype if HV == H else torch.float32)
+    queries_grad_kernel[(where.chunks * HV,)](
+        q, k, grown, states, write_k, do, by_scores, by_writes, dq, reads, where.spans,
+        scale, T, where.chunks_per_row, H, HV, L,
+        K, V, C, BK, at.v_block, packed, dot, writes, num_warps=at.warps, num_stages=at.stages,
+    )  # fmt: skip
+
+    at = tuned.keys_grad
     dk = torch.empty_like(dq)
     d_log_decay, d_beta = torch.empty_like(log_decay), torch.empty_like(beta)
-    inputs_grad_kernel[(where.chunks * HV,)](
-        q, k, log_decay, beta, scores, error, states, write_k, write_v, do, dv, d_states, d_kept,
-        dq, dk, d_log_decay, d_beta, *tokens, L,
-        K, V, C, BK, at.v_block, packed, wide, dot, writes, num_warps=at.warps, num_stages=at.stages,
+    keys_grad_kernel[(where.chunks * HV,)](
+        q, k, beta, grown, rest, error, states, write_k, dv, d_states, by_scores, by_writes, gate_grad,
+        write_gate_grad, beta_grad, reads, dk, d_log_decay, d_beta, where.spans,
+        T, where.chunks_per_row, H, HV, L,
+        K, V, C, BK, at.v_block, packed, dot, writes, num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
     if HV != H:
         dq = dq.unflatten(2, (H, HV // H)).sum(3).to(q.dtype)
