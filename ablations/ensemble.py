@@ -74,14 +74,16 @@ class Ensemble:
         """The scan backend that runs here ("serial": the state anchor, which no scan can run)."""
         return scan_backend(self.config, self.device, self.flat.dtype)
 
-    def __call__(self, tokens: Int[Tensor, "M B T"]) -> Float[Tensor, "M B T vocabulary"]:
-        """Logits of every member on its own tokens."""
-        return vmap(self._forward_one)(self.parameters(), self._buffers, tokens)
+    def __call__(
+        self, tokens: Int[Tensor, "M B T"], flat: Float[Tensor, "M P"] | None = None
+    ) -> Float[Tensor, "M B T vocabulary"]:
+        """Logits of every member on its own tokens, with the parameters `flat` (default: the ensemble's)."""
+        return vmap(self._forward_one)(self.parameters(flat), self._buffers, tokens)
 
-    def parameters(self) -> dict[str, Tensor]:
+    def parameters(self, flat: Float[Tensor, "M P"] | None = None) -> dict[str, Tensor]:
         """Name -> stacked parameter [M, ...], views of `flat`."""
         # One split for all: its backward is a single concatenation.
-        pieces = self.flat.split(self._sizes, dim=1)
+        pieces = (self.flat if flat is None else flat).split(self._sizes, dim=1)
         named = zip(self._names, pieces, self._shapes, strict=True)
         return {name: piece.reshape(shape) for name, piece, shape in named}
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tasks
 from ablations.ensemble import Ensemble, FlatAdamW, member_hits, member_losses
@@ -57,7 +58,7 @@ class Trainer:
 
     Member m at step t reads rows (t mod BLOCK) * B .. of `task.batch(..., seed=seeds[m], step=t // BLOCK)`.
 
-    cuda_graph: capture the step (default on CUDA). compile: pass the loss through torch.compile.
+    cuda_graph: capture the step (default on CUDA). compile: pass losses and gradient through torch.compile.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class Trainer:
         self.index = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.loss_sum = torch.zeros(len(self.seeds), dtype=torch.float64, device=self.device)
         self.steps_done = 0
-        self._gradient = torch.compile(self._loss, dynamic=False) if compile else self._loss
+        self._wants_compile, self._compile_backend = compile, "inductor"
+        self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._wants_graph = self.device.type == "cuda" if cuda_graph is None else cuda_graph
         if self._wants_graph and self.device.type != "cuda":
@@ -154,18 +156,39 @@ class Trainer:
         """The members as PrismModels on the CPU, in the order of the seeds."""
         return [self.ensemble.member(index) for index in range(len(self.seeds))]
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return member_losses(self.ensemble(inputs), targets)
+    def _loss_and_gradient(self, flat: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses [M] and their gradient [M, P] by the parameters `flat`."""
+        flat = flat.detach().requires_grad_()
+        losses = member_losses(self.ensemble(inputs, flat), targets)
+        # Members share nothing, so the gradient of the sum is each member's own gradient.
+        (gradient,) = torch.autograd.grad(losses.sum(), flat)
+        return losses.detach(), gradient
 
     def _step(self) -> None:
         slot = self.index % BLOCK
-        losses = self._gradient(self.inputs.index_select(0, slot)[0], self.targets.index_select(0, slot)[0])
-        # Members share nothing, so the gradient of the sum is each member's own gradient.
-        (gradient,) = torch.autograd.grad(losses.sum(), self.ensemble.flat)
-        losses = losses.detach()
+        inputs, targets = (x.index_select(0, slot)[0] for x in (self.inputs, self.targets))
+        flat = self.ensemble.flat.detach()
+        if self._wants_compile and self._compiled is None:
+            self._compiled = self._compile(flat, inputs, targets)
+        losses, gradient = (self._compiled or self._loss_and_gradient)(flat, inputs, targets)
         self.optimiser.step(gradient, losses, self.index)
         self.loss_sum += losses
         self.index += 1
+
+    def _compile(self, *inputs: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Losses and gradient as one graph, compiled.
+
+        Traced with vmap and autograd resolved: Dynamo on its own loses the scan's backward under vmap.
+        """
+        traced = make_fx(lambda flat, x, y: self._loss_and_gradient(flat, x, y))(*inputs)
+        compiled = torch.compile(traced, dynamic=False, backend=self._compile_backend)
+
+        def run(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                losses, gradient = compiled(*inputs)
+            return losses, gradient
+
+        return run
 
     def _fill(self, block: int) -> None:
         rows = BLOCK * self.settings.batch_size

@@ -216,6 +216,19 @@ def test_cuda_graph_is_refused_on_a_cpu():
         trainer.step()
 
 
+def test_the_compiled_step_is_the_step():
+    settings = TrainSettings(steps=3, batch_size=2, warmup_steps=1, learning_rate=1e-2)
+    eager, compiled = (
+        Trainer(config(mlp_ratio=0), TASK, settings, [0, 1], compile=wanted) for wanted in (False, True)
+    )
+    compiled._compile_backend = "eager"  # the traced graph is what is tested, not inductor
+    for _ in range(3):
+        eager.step()
+        compiled.step()
+    assert compiled._compiled is not None
+    torch.testing.assert_close(compiled.ensemble.flat, eager.ensemble.flat)
+
+
 gpu = pytest.mark.gpu
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
