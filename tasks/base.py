@@ -101,8 +101,9 @@ class Task:
 
     @property
     def majority(self) -> float:
-        """Expected accuracy of the best answer that ignores the inputs. Equal to chance where answers are
-        balanced.
+        """Expected accuracy of the best answer that ignores the inputs: chance where answers are balanced.
+
+        Of the distribution; the test split of a small space is a sample of it and may differ.
         """
         return self.chance
 

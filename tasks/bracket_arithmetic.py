@@ -181,6 +181,19 @@ class BracketArithmetic(Words):
             value.scatter_(1, close[:, j : j + 1], result[:, None])
         return (value[:, :width] + self._low).masked_fill_(~closes, IGNORE)
 
+    def slices(self, inputs: Int[Tensor, "n T"], targets: Int[Tensor, "n T"]) -> dict[str, Tensor]:
+        """operators: how many the bracket holds; depth: how many brackets are open before it closes."""
+        out = super().slices(inputs, targets)
+        scored, opens, closes = targets != IGNORE, inputs == OPEN, inputs == CLOSE
+        depth = opens.cumsum(1) - closes.cumsum(1) + closes.long()
+        t = arange(inputs.shape[1], inputs.device)
+        # Its opening bracket is the last one before it on the same level.
+        same = (depth[:, :, None] == depth[:, None]) & opens[:, None] & (t < t[:, None])
+        begin = t.where(same, -1).amax(2)
+        out["operators"] = ((t - begin) // 4).where(scored, -1)
+        out["depth"] = depth.where(scored, -1)
+        return out
+
     def _oracle(self, inputs: Int[Tensor, "n T"]) -> Int[Tensor, "n T"]:
         """Rewrite ( a . b ) to its value wherever it stands, close the gap, until nothing changes."""
         n, width = self.modulus, inputs.shape[1]

@@ -150,7 +150,7 @@ def markdown() -> str:
         "1,024 sequences is refused.",
         "",
         "**Lengths.** Where lengths are mixed, a row is padded on the right with PAD and a PAD is never "
-        "scored; `tasks.scores(output, batch)` gives accuracy by length, position, distance and other slices.",
+        "scored; `tasks.scores(output, batch)` gives accuracy by length, position, distance and so on.",
         "",
         "| task | what is asked | T | vocabulary | chance | majority | ceiling | version |",
         "|---|---|---|---|---|---|---|---|",

@@ -252,6 +252,31 @@ def test_answers_are_balanced_as_documented(name):
         assert float((used - task.chance).abs().max()) <= 5 * error
 
 
+UNBALANCED = [
+    ("modular_count", {"increments": "unit", "length": 16, "min_length": 4, "test_length": [17, 20]}),
+    ("cycle_navigation", {"length": 14, "min_length": 12, "scoring": "final", "places": 9}),
+    ("cycle_navigation", {"length": 16, "places": 7}),
+    ("even_pairs", {"length": 12}),
+    ("word_problem", {"length": 6, "generators": "swaps", "group": "S3", "test_length": [7, 12]}),
+    ("modular_arithmetic", {"length": 15, "min_length": 11, "operators": "*-", "modulus": 6}),
+    ("modular_arithmetic", {"length": 19, "min_length": 15, "scoring": "final", "modulus": 4}),
+    ("bracket_arithmetic", {"length": 29, "min_length": 21, "modulus": 6}),
+    ("bracket_arithmetic", {"length": 37, "min_length": 29, "scoring": "final", "operators": "*"}),
+    ("silence_gate", {"value_ids": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "params"), UNBALANCED)
+def test_majority_is_exact_where_answers_are_not_balanced(name, params):
+    task, n = tasks.get(name, **params), 60_000
+    targets = task.batch(n, split="test").targets
+    answers = targets[targets != tasks.IGNORE]
+    share = float(answers.bincount().max() / len(answers))
+    assert task.majority > task.chance
+    # Positions of a row are not independent: the error of as many rows, not of as many positions.
+    assert abs(share - task.majority) < 3 * (task.majority * (1 - task.majority) / n) ** 0.5
+
+
 @EVERY
 def test_documentation(name):
     cls = tasks.family(name)

@@ -32,6 +32,21 @@ def test_bracket_arithmetic_is_what_python_evaluates(scoring):
             assert answer == str(eval(text[start + 1 : t + 1]) % 7)
 
 
+def test_bracket_slices_count_operators_and_depth():
+    batch = tasks.get("bracket_arithmetic", length=21, min_length=9).batch(100)
+    task, labels = batch.task, batch.slices
+    for row in range(100):
+        words = [task.spell(x) for x in batch.inputs[row].tolist()]
+        open_ = []
+        for t, word in enumerate(words):
+            if word == "(":
+                open_.append(t)
+            elif word == ")":
+                assert int(labels["depth"][row, t]) == len(open_)
+                inside = words[open_.pop() : t]
+                assert int(labels["operators"][row, t]) == sum(w in "+-*" for w in inside)
+
+
 def test_bracket_trees_are_uniform():
     task = tasks.get("bracket_arithmetic", length=17)
     shapes = {}
