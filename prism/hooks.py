@@ -27,6 +27,9 @@ belongs in a cache, which is read last. With a serial anchor, or `swap_anchor`, 
 too.
 
 States are not stored for every token: a cache keeps the scan's inputs and computes any state again from them.
+
+Compiled models: with torch.compile(model), the parts with hooks leave the graph and the hooks fire, or, with
+fullgraph=True, the call is refused; a model or block compiled in place refuses.
 """
 
 from __future__ import annotations

@@ -79,6 +79,11 @@ class Block(nn.Module):
 class PrismModel(Hooked):
     """tokens [B, T] int64 -> logits [B, T, vocab_size].
 
+        model = PrismModel(PrismConfig(vocab_size=32, n_refine=2), seed=0)
+        logits = model(tokens)
+        logits, cache = model(tokens[:, :10], use_cache=True)
+        logits, cache = model(tokens[:, 10:11], cache, use_cache=True)
+
     `seed`: initial values are a pure function of (config, seed), the same on every device, and take nothing
     from the global generator; None draws a seed from the global generator. Safe under torch.func.vmap of
     functional_call.

@@ -107,7 +107,10 @@ class Refinement(nn.Module):
             self.up_key = nn.Parameter(torch.empty(self.n_keys, HV * K, self.rank))
         if self.rank is not None and self.n_gains:
             self.up_gain = nn.Parameter(torch.empty(self.n_gains, HV * V, self.rank))
-        self.gate_bias = nn.Parameter(torch.empty(HV, L)) if config.step_gate_bias is not None else None
+        self.gate_bias = None
+        if config.step_gate_bias is not None:
+            self.gate_bias = nn.Parameter(torch.empty(HV, L))
+            self.gate_bias._no_weight_decay = True  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def initialize(self, init: Initializer) -> None:

@@ -99,6 +99,16 @@ def test_states_at_positions_of_the_callers_choice():
     assert single.dtype == torch.float32
 
 
+def test_states_of_a_long_sequence_are_replayed_where_asked():
+    model, x = build("prism", n_layers=1), tokens(B=1, T=4096)
+    with torch.no_grad():
+        _, cache = model.run_with_cache(x, ["*.state"], max_bytes=5_000_000)
+        _, half = model(x[:, :2048], use_cache=True)
+    states = cache.state(0, [2047, 4095])
+    torch.testing.assert_close(states[:, 0], half[0].state, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(states[:, 1:], cache["blocks.0.mixer.state"], rtol=1e-9, atol=1e-12)
+
+
 def test_continued_sequence_replays_from_its_initial_state():
     model, x = build(), tokens()
     _, whole = model.run_with_cache(x, ["*.state"])
