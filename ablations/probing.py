@@ -49,26 +49,25 @@ def load_models(run: Path | str, task: str, arm: str) -> list[tuple[int, PrismMo
 
 
 def measure(run: Path | str, name: str, task: str, arm: str, sequences: int = 8) -> xr.Dataset:
-    """A measure (a name of `probes.MEASURES`) over all seeds of an arm, joined along `sample`.
+    """A measure (a name of `probes.MEASURES`) over all seeds of an arm, along a dimension `seed`.
 
-    Each seed's model reads the first `sequences` of the test sequences it was scored on.
+    Each seed's model reads the first `sequences` of the test sequences it was scored on. Measures that score
+    answers read at least 256: causal_share gives all models the same ones, readout reads out the answers.
     """
     if name not in probes.MEASURES:
         raise ValueError(f"measure: expected one of {', '.join(probes.MEASURES)}, got {name!r}")
-    made = task_of(run, task, arm)
+    made, models, needs = task_of(run, task, arm), load_models(run, task, arm), probes.MEASURES[name].needs
+    sequences = max(sequences, 256) if needs else sequences
+    if "targets" in needs:
+        batch = made.batch(sequences, seed=models[0][0], step=0, split="test")
+        whole = [model for _, model in models]
+        return probes.measure(whole, batch.inputs, name, targets=batch.targets, chance=made.chance)
     parts = []
-    for seed, model in load_models(run, task, arm):
+    for seed, model in models:
         batch = made.batch(sequences, seed=seed, step=0, split="test")
-        options = {"targets": batch.targets} if "targets" in probes.MEASURES[name].needs else {}
+        options = {"labels": batch.targets} if "labels" in needs else {}
         parts.append(probes.measure(model, batch.inputs, name, **options))
-    if "sample" not in parts[0].dims:
-        raise ValueError(
-            f"measure: {name} has no dimension 'sample' to join seeds along; call it on one model in Python"
-        )
-    joined = xr.concat(
-        parts, dim="sample", data_vars="minimal", coords="minimal", compat="override", join="override"
-    )
-    return joined.assign_coords(sample=range(joined.sizes["sample"]))
+    return probes.join_seeds(parts, [seed for seed, _ in models])
 
 
 def draw(run: Path | str, name: str, task: str, arms: Sequence[str], sequences: int = 8) -> Path:
@@ -79,8 +78,7 @@ def draw(run: Path | str, name: str, task: str, arms: Sequence[str], sequences: 
         for ax, arm in zip(axes, arms, strict=True):
             data = measure(run, name, task, arm, sequences)
             probes.plot(data, name, ax)
-            seeds = len(load_models(run, task, arm))
-            ax.set_title(f"{arm} on {task}, {seeds} seeds\n{ax.get_title()}", fontsize=8)
+            ax.set_title(f"{arm} on {task}\n{ax.get_title()}", fontsize=8)
         if lines:
             for ax in axes[1:]:
                 ax.set_ylabel("")
