@@ -59,7 +59,38 @@ SEEDS = 6
 CANDIDATE_RATES = (0.005, 0.01, 0.02, 0.04)
 SELECTION_SEEDS = (1000, 1001)
 
-LEARNING_RATES: dict[str, dict[str, float]] = {}
+LEARNING_RATES: dict[str, dict[str, float]] = {
+    "xor": {
+        "GDN": 0.02,
+        "GDN + short conv": 0.04,
+        "GDN widened": 0.01,
+        "PRISM": 0.04,
+        "PRISM, no GELU": 0.04,
+        "PRISM, token anchor": 0.02,
+        "PRISM, no gain": 0.04,
+        "PRISM, no subtraction": 0.04,
+    },
+    "parity": {
+        "GDN": 0.02,
+        "GDN + short conv": 0.04,
+        "GDN widened": 0.01,
+        "PRISM": 0.04,
+        "PRISM, no GELU": 0.02,
+        "PRISM, token anchor": 0.02,
+        "PRISM, no gain": 0.04,
+        "PRISM, no subtraction": 0.04,
+    },
+    "mqar": {
+        "GDN": 0.01,
+        "GDN + short conv": 0.02,
+        "GDN widened": 0.04,
+        "PRISM": 0.04,
+        "PRISM, no GELU": 0.04,
+        "PRISM, token anchor": 0.02,
+        "PRISM, no gain": 0.01,
+        "PRISM, no subtraction": 0.02,
+    },
+}
 """Task -> arm -> learning rate: the choice recorded in benchmarks/results/demo_learning_rates.json."""
 
 
