@@ -81,11 +81,11 @@ class ActivationCache(Mapping[str, Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, a tensor that serves as activation and as factor counted once."""
-        held = {id(t): t for t in self._tensors.values()}
+        """Bytes held, those of the factors included."""
+        held = list(self._tensors.values())
         for factors, patches, _ in self._scans.values():
-            held |= {id(t): t for t in (*factors, *patches.values()) if t is not None}
-        return sum(t.nbytes for t in held.values())
+            held += [t for t in (*factors, *patches.values()) if t is not None]
+        return sum(t.nbytes for t in held)
 
 
 def replay_state(

@@ -63,6 +63,8 @@ __all__ = [
     "swap_anchor",
 ]
 
+WIDE = ("log_decay", "initial_state")
+"""Kept in float32 at least, whatever the dtype of the model."""
 Where = str | Callable[[str], bool]
 Function = Callable[..., Any]
 Intervention = tuple[Where, Function]
@@ -148,13 +150,11 @@ class Hooked(nn.Module):
             prefix, shapes = module.points.prefix, module.point_shapes(*shape)
             kept = {name: s for name, s in shapes.items() if prefix + name in wanted}
             states = _numel(kept.pop("state", (0,))) * (1 if positions is None else len(positions))
+            sizes = [(name, _numel(s)) for name, s in kept.items()]
             if states:
-                kept |= module.factor_shapes(*shape)
+                sizes += [(name, _numel(s)) for name, s in module.factor_shapes(*shape).items()]
             total += states * wide.itemsize
-            total += sum(
-                _numel(s) * (wide if name in ("log_decay", "scan.initial_state") else dtype).itemsize
-                for name, s in kept.items()
-            )
+            total += sum(n * (wide if name in WIDE else dtype).itemsize for name, n in sizes)
         return total
 
     @contextmanager
@@ -254,14 +254,10 @@ class Hooked(nn.Module):
                 f"that need {size} bytes; name fewer, shorten the batch, or raise max_bytes"
             )
         cache, points = ActivationCache(), self._points()
-        # A tensor that is both an activation and a factor is copied once. The source is held so that its id
-        # stays its own.
-        copies: dict[int, tuple[Tensor, Tensor]] = {}
 
+        # Every entry is a copy of its own, factors too: editing one in place leaves the others alone.
         def copy(tensor: Tensor) -> Tensor:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = (tensor, tensor.detach().clone())
-            return copies[id(tensor)][1]
+            return tensor.detach().clone()
 
         def keep(tensor: Tensor, *, hook: Hook) -> None:
             cache._tensors[hook.name] = copy(tensor)

@@ -389,20 +389,19 @@ class PrismMixer(nn.Module):
         return torch.cat(outs, 1), state
 
     def factor_shapes(self, B: int, T: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the scan's inputs but q: by a hook point's name where they are its tensor, else
-        "scan.*".
-        """
+        """Shapes of `ScanFactors` (no rows of writes: 0)."""
         config = self.config
-        HV, K, V, L = config.value_heads, config.key_dim, config.value_dim, config.n_refine
-        rows = L + (config.erase == "none" and config.base_write)
-        same = config.base_write and config.erase not in ("none", "step")
-        shapes: dict[str, tuple[int, ...]] = {
-            "k": (B, T, HV if config.erase == "step" else config.n_heads, K)
+        HV, K, V = config.value_heads, config.key_dim, config.value_dim
+        rows = config.n_refine + (config.erase == "none" and config.base_write)
+        return {
+            "k": (B, T, HV if config.erase == "step" else config.n_heads, K),
+            "v": (B, T, HV, V),
+            "log_decay": (B, T, HV),
+            "beta": (B, T, HV),
+            "write_k": (B, T, HV, rows, K),
+            "write_v": (B, T, HV, rows, V),
+            "initial_state": (B, HV, K, V),
         }
-        shapes |= {"v": (B, T, HV, V), "beta": (B, T, HV), "write_k": (B, T, HV, rows, K)}
-        shapes |= {"write_v": (B, T, HV, rows, V)}
-        shapes = {name if same else f"scan.{name}": shape for name, shape in shapes.items()}
-        return {**shapes, "log_decay": (B, T, HV), "scan.initial_state": (B, HV, K, V)}
 
     def backend(self, x: Float[Tensor, "B T d"]) -> str:
         """The scan backend that a forward pass on x runs."""

@@ -49,7 +49,8 @@ def test_cache_shows_every_point_in_its_shape_and_changes_nothing(name):
     assert {n: tuple(t.shape) for n, t in cache.items()} == model.hook_shapes(2, 9)
     assert not any(t.requires_grad for t in cache.values())
     assert not attached(model)
-    assert cache.nbytes <= model.estimate_cache_bytes((2, 9))
+    initial = 0 if name == "attention" else 2 * 2 * 4 * 3 * 5 * 8  # counted, and none was given here
+    assert cache.nbytes == model.estimate_cache_bytes((2, 9)) - initial
 
 
 @pytest.mark.parametrize("name", [n for n in CONFIGS if n != "attention"])
@@ -133,6 +134,17 @@ def test_a_kept_cache_is_not_changed_by_later_runs_or_edits():
         model.embedding.zero_()
     assert all(torch.equal(cache[name], t) for name, t in kept.items())
     assert torch.equal(cache.state(0, 4), state)
+
+
+def test_entries_of_a_cache_are_copies_of_their_own():
+    model, x = build(), tokens()
+    _, cache = model.run_with_cache(x)
+    state, other = cache.state(0, 4), cache["blocks.1.resid_pre"].clone()
+    for name in cache:
+        if name != "blocks.1.resid_pre":
+            cache[name].zero_()
+    assert torch.equal(cache.state(0, 4), state)
+    assert torch.equal(cache["blocks.1.resid_pre"], other)
 
 
 # Names
