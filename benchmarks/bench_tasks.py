@@ -77,7 +77,6 @@ def measure(name: str, device: str, repeats: int) -> dict:
     rate = rows * task.width() / large / 1e6
     return {
         "task": name,
-        "rows_equal_cpu": equal_to_cpu(task, device),
         "rows": rows,
         "length": task.width(),
         "million_tokens_per_second": round(rate, 1),
@@ -86,7 +85,7 @@ def measure(name: str, device: str, repeats: int) -> dict:
         "aim": aim,
         "milliseconds_for_32_rows": round(small * 1e3, 3),
         "milliseconds_for_32_rows_wall": round(small_wall * 1e3, 3),
-    }
+    } | ({"rows_equal_cpu": equal_to_cpu(task, device)} if device != "cpu" else {})
 
 
 def machine(device: str) -> dict:
@@ -129,7 +128,7 @@ def main() -> int:
             row[k] for k in ("million_tokens_per_second", "million_tokens_per_second_wall", "must")
         )
         mark = "" if rate >= must else "  below must"
-        mark += "" if row["rows_equal_cpu"] else "  ROWS DIFFER FROM THE CPU'S"
+        mark += "" if row.get("rows_equal_cpu", True) else "  ROWS DIFFER FROM THE CPU'S"
         print(
             f"{name:28}{rate:12.1f}{wall:8.1f}{must:7}{row['aim']:7}{row['milliseconds_for_32_rows']:14.3f}{mark}"
         )
@@ -138,7 +137,9 @@ def main() -> int:
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(out)
     rows = report["tasks"]
-    return int(any(r["million_tokens_per_second"] < r["must"] or not r["rows_equal_cpu"] for r in rows))
+    return int(
+        any(r["million_tokens_per_second"] < r["must"] or not r.get("rows_equal_cpu", True) for r in rows)
+    )
 
 
 if __name__ == "__main__":
