@@ -74,7 +74,8 @@ class PrismConfig:
     Base path (Gated DeltaNet)
         short_conv: width of the causal depthwise convolution on q, k, v; 0: none.
         qkv_activation: after it; "silu" as in Gated DeltaNet, with or without the convolution.
-        qk_norm: L2-normalise q and k per head. scale: of the read; None: K^-1/2.
+        qk_norm: L2-normalise q and k per head. Without it nothing bounds the keys, and where beta |k|^2 > 2
+            the erase amplifies what it should remove. scale: of the read; None: K^-1/2.
         base_write: the write beta v k^T.
         erase: range of beta: "sigmoid" (0, 1), "two_sigmoid" (0, 2), "raw" (unbounded); "none": nothing is
             erased and beta v k^T (beta a sigmoid) is an additive write; "step": the erase uses kappa^1 and
