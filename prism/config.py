@@ -67,8 +67,8 @@ class PrismConfig:
         vocab_size, d_model, n_layers: sizes. A mixer on its own ignores `vocab_size` and `n_layers`.
         n_heads (H), n_value_heads (HV, a multiple of H; default H), head_dim (K; default d_model // n_heads),
         expand_v: V = head_dim * expand_v, a whole number.
-        mlp_ratio: hidden width of the GELU MLP over d_model; 0: no MLP. output_gate: SiLU gate after the
-        head norm.
+        mlp_ratio: hidden width of the GELU MLP over d_model; 0: no MLP.
+        output_gate: SiLU gate after the RMSNorm of each head's read.
         tie_embeddings: the read-out is the embedding. mixer: a name of `prism.mixer.MIXERS`.
         norm_eps: epsilon of every RMSNorm. scan_backend: handed to `prism_scan`.
     Base path (Gated DeltaNet)
@@ -88,8 +88,8 @@ class PrismConfig:
             nothing is subtracted in r^1; the true read Sbar_t k_t "state" (serial, slow: the yardstick).
         activation: phi. gain: p^l linear in u "learned", its "sigmoid", or constant "one".
         refine_keys: kappa^l a projection per step "own", one for all "shared", or k itself "base".
-        refine_key_norm: L2-normalise kappa per head. refine_rank: width of a bottleneck in W_kappa and W_p;
-        None: full.
+        refine_key_norm: L2-normalise kappa per head.
+        refine_rank: width of a bottleneck in W_kappa and W_p; None: full matrices.
         residual: r^{l+1} = r^l - delta^l "subtract", or r^l "keep".
         residual_start: r^1 = v - u "value-anchor" (Eq. 14), or v "value".
         step_gate: range of b, as for erase. step_gate_bias: start of a learned bias of b; None: no bias.
