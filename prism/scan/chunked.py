@@ -74,7 +74,7 @@ class _Scan(torch.autograd.Function):
         out_dtype, dtype = q.dtype, state_dtype(q.dtype)
 
         qk = torch.stack([lay.split(q), lay.split(k)], 3).to(dtype)
-        qk = qk.repeat_interleave(HV // H, 2).flatten(0, 2)
+        qk = (qk.repeat_interleave(HV // H, 2) if HV > H else qk).flatten(0, 2)
         v, log_decay, beta = (lay.split(t).to(dtype).flatten(0, 2) for t in (v, log_decay, beta))
         beta = beta[..., None]
         X, _, C, _ = qk.shape

@@ -4,13 +4,15 @@ import sys
 
 import pytest
 import torch
+from beartype import beartype
+from jaxtyping import TypeCheckError, jaxtyped
 
 from prism import prism_scan
 
 f32, f64, bf16 = torch.float32, torch.float64, torch.bfloat16
 
 
-def offsets(*values, dtype=torch.int64):
+def packed(*values, dtype=torch.int64):
     return torch.tensor(values, dtype=dtype)
 
 
@@ -92,11 +94,11 @@ BAD = {
         "cu_seqlens must be an int32 or int64 tensor of offsets, got a tensor of float32",
     ),
     "offsets rank": (
-        {"cu_seqlens": offsets(37)},
+        {"cu_seqlens": packed(37)},
         "cu_seqlens must have shape [N + 1] with N >= 1, got [1]",
     ),
     "offsets beside a batch": (
-        {"cu_seqlens": offsets(0, 37)},
+        {"cu_seqlens": packed(0, 37)},
         "q must have B = 1 where cu_seqlens packs the sequences, got [2, 37, 2, 8]",
     ),
     "backend": (
@@ -127,7 +129,7 @@ def test_bad_argument(scan_cases, case):
 def test_offsets_on_a_cpu_are_always_checked(scan_cases, values, message, validate):
     inputs = scan_cases.make(B=1, T=128, state=False)
     with pytest.raises(ValueError) as raised:
-        prism_scan(**{**inputs, "cu_seqlens": offsets(*values, dtype=torch.int32)}, validate=validate)
+        prism_scan(**{**inputs, "cu_seqlens": packed(*values, dtype=torch.int32)}, validate=validate)
     assert str(raised.value) == f"prism_scan: {message}"
 
 
@@ -164,3 +166,13 @@ def test_the_final_state_comes_only_when_asked_for(scan_cases):
     for backend in ("recurrent", "chunked"):
         assert prism_scan(**inputs, backend=backend)[1] is None
         assert prism_scan(**inputs, backend=backend, output_final_state=True)[1].shape == (2, 4, 8, 6)
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 0, 3, 37]])
+def test_annotated_shapes_hold(scan_cases, offsets):
+    checked = jaxtyped(typechecker=beartype)(prism_scan)
+    inputs = scan_cases.make(offsets=offsets)
+    checked(**inputs, output_final_state=True)
+    checked(**{**inputs, "write_k": None, "write_v": None, "initial_state": None})
+    with pytest.raises(TypeCheckError):
+        checked(**{**inputs, "k": inputs["v"]})

@@ -146,6 +146,26 @@ def test_checkpointing(scan_cases):
     assert all(torch.equal(got[n], want[n]) for n in want)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("offsets", OFFSETS)
+def test_chunked_on_a_gpu_also_captured_and_replayed_with_new_contents(scan_cases, offsets):
+    inputs = scan_cases.make(T=21, offsets=offsets)
+    on_gpu = {n: x if x is None else x.cuda() for n, x in inputs.items()}
+    got = {n: x.cpu() for n, x in scan_cases.results(on_gpu, "chunked").items()}
+    scan_cases.assert_close(got, scan_cases.results(inputs, "recurrent"), 1e-10)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        o, _ = prism_scan(**on_gpu, backend="chunked")
+    other = scan_cases.make(T=21, offsets=[0, 11, 11, 21] if offsets else None, seed=7)
+    for name, x in other.items():
+        if x is not None:
+            on_gpu[name].copy_(x)
+    graph.replay()
+    assert scan_cases.error(o.cpu(), prism_scan(**other, backend="recurrent")[0]) < 1e-10
+
+
 # --- torch.compile ---
 
 
