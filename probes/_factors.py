@@ -44,6 +44,11 @@ class Factors:
         """(V, K) of the state."""
         return self.v.shape[-1], self.k.shape[-1]
 
+    def double(self) -> Factors:
+        """The same in float64."""
+        wide: dict[str, Any] = {name: getattr(self, name).double() for name in SCAN_INPUTS}
+        return replace(self, **wide)
+
     def slice(self, start: int, stop: int) -> Factors:
         """Tokens start to stop."""
         return replace(self, **{name: getattr(self, name)[:, start:stop] for name in SCAN_INPUTS}, extra={})
@@ -53,6 +58,8 @@ class Factors:
     ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "B HV K V"]]:
         """S_t q_t at scale 1 for every token, and the last state; changes replace scan inputs by name."""
         given: dict[str, Any] = {name: getattr(self, name) for name in SCAN_INPUTS} | changes
+        if initial_state is not None:
+            initial_state = initial_state.to(self.k.dtype)
         out, state = prism_scan(
             q, **given, scale=1.0, initial_state=initial_state, output_final_state=True, validate=False
         )

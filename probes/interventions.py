@@ -42,7 +42,7 @@ def ingredients(config: Any) -> tuple[str, ...]:
                        have reduced
     refinement         no refinement write at all
     base write         no beta v k^T; the erase stays (where L > 0: without any write nothing is left)
-    erase              S_{t-1} is decayed and never erased; all writes stay
+    erase              S_{t-1} is decayed and never erased; all writes stay (not for raw gates)
     convolution        the taps of the short convolution on q, k, v that reach back are 0; the current token's
                        stays
     anchor convolution the same for the anchor's convolution

@@ -69,9 +69,9 @@ def readback(
     tokens on.
 
         kept(n)      = <D_n k_s, D_0 k_s> / |D_0 k_s|^2        1 when written, 0 when gone
-        recalled(n)  = cosine(S_{s+n} k_s, D_0 k_s + Sbar_s k_s): is the full state's answer to the key still
-                     the one
-                       that it gave right after the write, with everything else that was written in between?
+        recalled(n)  = cosine(S_{s+n} k_s, S_s k_s): does the full state, with all that was written since,
+                     still
+                       give the answer that it gave right after the write?
         lifetime     = the first n with kept(n) < 1/2 (inf: not within the horizon)
 
     Defaults: half the sequence, 64 tokens at most; up to 8 positions that leave the horizon room. Returns
@@ -92,7 +92,7 @@ def readback(
         left, right, _ = update_factors(f, "update")
         kept, recalled = [], []
         for s, state in zip(at, f.replay(at), strict=True):
-            written = right[:, s].mT @ left[:, s]  # [B, HV, K, V]
+            written = (right[:, s].to(left).mT @ left[:, s]).to(state)  # [B, HV, K, V]
             later = f.slice(s + 1, s + 1 + horizon)
             key = f.key[:, s]
             query = f.k[:, s : s + 1].expand_as(later.k)

@@ -42,9 +42,8 @@ def perturbation_growth(
     epsilon.
 
     transition: A_t becomes (I - e_t x_t x_t^T) A_t, e_t = +-epsilon and x_t a random unit vector: an error of
-    spectral
-                size epsilon |A_t x_t| that touches nothing else. It is an extra token of the delta rule
-                before each token, so one scan over 2T tokens carries it out exactly.
+                spectral size epsilon |A_t x_t| that touches nothing else. It is an extra token of the delta
+                rule before each token, so one scan over 2T tokens carries it out exactly.
     write:      B_t becomes B_t + epsilon |B_t|_F y_t x_t^T with random unit vectors: an extra write.
     noise "independent" draws signs and directions anew for every token (the average case), "constant" keeps
     one sign and one pair of directions per trial (the worst case: errors add up). persistent=True sets every
@@ -189,7 +188,7 @@ def _long(f: _factors.Factors, length: int, persistent: bool, generator: torch.G
     T = f.k.shape[1]
     extra = torch.randint(T, (max(0, length - T),), generator=generator)
     index = torch.cat([torch.arange(min(T, length)), extra]).to(f.k.device)
-    wide = {name: getattr(f, name)[:, index].double() for name in _factors.SCAN_INPUTS}
+    wide: dict[str, Any] = {name: getattr(f, name)[:, index].double() for name in _factors.SCAN_INPUTS}
     if persistent:
         wide["log_decay"] = torch.zeros_like(wide["log_decay"])
     return replace(f, **wide, extra={})

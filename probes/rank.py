@@ -3,8 +3,8 @@
 A token of PRISM adds X = sum_r left_r right_r^T to the state (math: B_t has R = L + 1 terms), with R far
 below the widths V and K. Writing left = Q_a R_a and right = Q_b R_b, X = Q_a (R_a R_b^T) Q_b^T, so the
 singular values of X are those of an R x R core; no V x K matrix is formed. All of it is float64, whatever the
-factors were stored in: float32 would keep a smallest singular value of 4e-6 sigma_max to three digits by QR
-and not at all by a Gram matrix.
+factors were stored in: in float32 a smallest singular value of 4e-6 sigma_max keeps two or three digits by QR
+and none by a Gram matrix.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ def step_cosines(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
     """How orthogonal the steps are: cosines between the deltas and between the keys of one token's steps.
 
     The paper says in words that the deltas are orthogonal; nothing enforces it. delta has steps 1..L, key has
-    0..L, step 0 being the base key k (and for the write's own direction base value v under name `value`: v
-    against every delta).
+    0..L, step 0 being the base key k; `value` is the cosine of v with every delta.
 
     Returns delta (dims layer, sample, token, head, refine_step, other_refine_step), key (..., term,
     other_term) and value (..., refine_step), in [-1, 1]; NaN where a vector is zero.

@@ -30,10 +30,11 @@ def update_factors(
     """
     if matrix not in MATRICES:
         raise ValueError(f"matrix: expected one of {', '.join(MATRICES)}, got {matrix!r}")
-    value, size = f.v, f.v.norm(dim=-1)
+    value, size = f.v.double(), f.v.double().norm(dim=-1)
     if matrix == "update":
-        read = f.log_decay.exp()[..., None] * f.read_before(initial_state=initial_state)
-        value, size = f.v - read, size + read.norm(dim=-1)
+        wide = f.double()  # v and the read may cancel: what a float32 scan rounds would pass for rank
+        read = wide.log_decay.exp()[..., None] * wide.read_before(initial_state=initial_state)
+        value, size = value - read, size + read.norm(dim=-1)
     left = torch.cat([(f.beta[..., None] * value)[..., None, :], f.write_v], -2)
     right = torch.cat([f.key[..., None, :], f.write_k], -2)
     norm = torch.cat([(f.beta.abs() * size)[..., None], f.write_v.norm(dim=-1)], -1)

@@ -179,6 +179,27 @@ def test_an_initial_state_counts(helpers):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_fact_that_is_already_stored_is_not_written_again(dtype):
+    """v_t = Sbar_t k_t: the update cancels, and what rounding leaves of it has rank 0."""
+    from probes import _factors
+    from probes.update import update_factors
+
+    gen = torch.Generator().manual_seed(0)
+    key = torch.nn.functional.normalize(torch.randn(2, 1, 1, 16, generator=gen, dtype=torch.float64), dim=-1)
+    value = torch.randn(2, 1, 1, 16, generator=gen, dtype=torch.float64)
+    wide = torch.promote_types(dtype, torch.float32)
+    k, v = (x.to(dtype).to(wide).expand(2, 40, 1, 16) for x in (key, value))
+    ones, nothing = k.new_ones(2, 40, 1), k.new_zeros(2, 40, 1, 0, 16)
+    f = _factors.Factors(0, dtype, k, v, 0 * ones, ones, nothing, nothing, {})
+    left, right, norm = update_factors(f, "update")
+    sigma = rank.factor_singular_values(left, right)
+    found = rank.rank_measures(sigma, rank.factor_threshold(left, right, dtype, left_norm=norm))
+    for name, values in found.items():
+        assert (values[:, 0] == 1).all(), name
+        assert (values[:, 2:] == 0).all(), name
+
+
 @pytest.mark.gpu
 def test_long_sequences_on_a_gpu_form_no_matrix_per_token(helpers):
     if not torch.cuda.is_available():
