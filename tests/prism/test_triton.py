@@ -303,7 +303,8 @@ def test_splitting_and_single_steps_equal_one_pass(device):
 
 @pytest.mark.parametrize("device", PLACES)
 def test_ten_backward_passes_are_the_same_bits(device):
-    x = cast(problem(2, 40, 2, 16, 48, 2, H=1, device=device), torch.float32)
+    B, T, V = (2, 40, 48) if device == "cuda" else (1, 20, 40)
+    x = cast(problem(B, T, 2, 16, V, 2, H=1, device=device), torch.float32)
     first = outcome(x, "triton")
     for _ in range(9 if device == "cuda" else 1):
         again = outcome(x, "triton")
@@ -311,15 +312,15 @@ def test_ten_backward_passes_are_the_same_bits(device):
 
 
 @pytest.mark.interpreter
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
-    B=st.integers(1, 3),
-    T=st.integers(1, 35),
+    B=st.integers(1, 2),
+    T=st.integers(1, 20),
     H=st.integers(1, 2),
     group=st.integers(1, 2),
     K=st.integers(1, 40),
     V=st.integers(1, 40),
-    L=st.integers(0, 3),
+    L=st.integers(0, 2),
     state=st.booleans(),
     seed=st.integers(0, 100),
 )

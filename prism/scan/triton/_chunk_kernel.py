@@ -1,10 +1,18 @@
-"""The last kernel of `resident`'s backward pass: with both states known at a chunk's borders, one program a chunk.
+"""The last kernel of `resident`'s backward pass: both states known at a chunk's borders, one program a chunk.
 
-A token's rank-1 write and its L further writes are the same thing here, a source: a key x and a value w, namely
-(k, beta e) and the pairs (kappa^l, w^l). Later tokens meet a source through q (from its own token on) and through
-k (from the next token on), so each source costs the same few products of C x C tiles (math.md, section 5). No
-tile that a product gave is transposed for another product, which Triton 3.4 to 3.7 compiles wrongly on Hopper:
-transposed tiles are products of their own.
+A token's rank-1 write and its L further writes are the same thing here, a source: a key x and a value w,
+namely (k, beta e) and the pairs (kappa^l, w^l). Later tokens meet a source through q (from its own token
+on) and through k (from the next token on), so each source costs the same few products of C x C tiles. No
+tile that a product gave is transposed for another product, which Triton 3.4 to 3.7 compiles wrongly on
+Hopper: transposed tiles are products of their own.
+
+With G the sum of log_decay in the chunk, gamma_si = exp(G_s - G_i), S_0 the state before the chunk, dS_C
+the adjoint after it, dR = dv, and sums over sources (x, w) understood:
+
+    dq_s = exp(G_s) S_0^T do_s + sum_{i<=s} gamma_si (do_s . w_i) x_i
+    dk_s = -exp(G_s) S_0^T dR_s - sum_{i<s} gamma_si (dR_s . w_i) x_i + dx_s of the source (k, beta e)
+    dx_i = exp(G_C - G_i) dS_C^T w_i
+         + sum_{s>=i} gamma_si (do_s . w_i) q_s - sum_{s>i} gamma_si (dR_s . w_i) k_s
 """
 
 from __future__ import annotations
@@ -15,7 +23,7 @@ import triton.language as tl
 
 @triton.jit
 def _tile(base, stride, left, width, first, C: tl.constexpr, BLOCK: tl.constexpr):
-    """[C, BLOCK] of the rows base + r * stride, columns from `first` on; zeros past row `left`, column `width`."""
+    """[C, BLOCK] of rows base + r * stride, columns from `first` on; zeros past `left` rows and `width`."""
     r = tl.arange(0, C)
     at = first + tl.arange(0, BLOCK)
     ok = (r < left)[:, None] & (at < width)[None, :]
@@ -32,16 +40,16 @@ def _state(base, K: tl.constexpr, V: tl.constexpr, first, BK: tl.constexpr, BV: 
 
 
 @triton.jit
-def _dot(a, b, DOT: tl.constexpr, PRECISION: tl.constexpr):
+def _dot(a, b, onto, DOT: tl.constexpr, PRECISION: tl.constexpr):
     if PRECISION == "split":
-        # Upper eleven bits and the rest, three tf32 products: 22 bits survive, as in "tf32x3", in fewer instructions.
+        # Upper eleven bits and the rest in three tf32 products: 22 bits survive ("tf32x3", faster).
         a, b = a.to(tl.float32), b.to(tl.float32)
         a_upper, b_upper = _upper(a), _upper(b)
-        product = tl.dot(a - a_upper, b_upper, input_precision="tf32")
-        product = tl.dot(a_upper, b - b_upper, product, input_precision="tf32")
-        return tl.dot(a_upper, b_upper, product, input_precision="tf32")
+        onto = tl.dot(a - a_upper, b_upper, onto, input_precision="tf32")
+        onto = tl.dot(a_upper, b - b_upper, onto, input_precision="tf32")
+        return tl.dot(a_upper, b_upper, onto, input_precision="tf32")
     else:
-        return tl.dot(a.to(DOT), b.to(DOT), input_precision=PRECISION)
+        return tl.dot(a.to(DOT), b.to(DOT), onto, input_precision=PRECISION)
 
 
 @triton.jit
@@ -51,11 +59,13 @@ def _upper(x):
 
 @triton.jit
 def _source(
-    x, w_base, w_stride, factor, q, k, do_base, dv_base, v_stride, adjoint, gamma, gamma_t, to_end, left,
+    x_base, x_stride, w_base, w_stride, factor, q_base, k_base, k_stride, do_base, dv_base, v_stride, adjoint,
+    scale, gamma, gamma_t, to_end, left, dq, dk, pairs,
     V: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One source's share of dq, of dk, and of the pairs' and the last state's weight in dg; the gradient of x."""
+    """Adds one source's share to dq, dk and the pairs; returns the gradient of its key, and what the last
+    state holds of it. Tiles are read where they are used: together they would not fit in registers."""
     by_q = tl.zeros([C, C], tl.float32)
     by_k = tl.zeros([C, C], tl.float32)
     by_q_t = tl.zeros([C, C], tl.float32)
@@ -64,24 +74,31 @@ def _source(
     for first in range(0, V, BV):
         w = _tile(w_base, w_stride, left, V, first, C, BV).to(tl.float32) * factor[:, None]
         do = _tile(do_base, v_stride, left, V, first, C, BV)
+        by_q = _dot(do, tl.trans(w), by_q, DOT, PRECISION)
+        by_q_t = _dot(w, tl.trans(do), by_q_t, DOT, PRECISION)
         dv = _tile(dv_base, v_stride, left, V, first, C, BV)
-        by_q += _dot(do, tl.trans(w), DOT, PRECISION)
-        by_k += _dot(dv, tl.trans(w), DOT, PRECISION)
-        by_q_t += _dot(w, tl.trans(do), DOT, PRECISION)
-        by_k_t += _dot(w, tl.trans(dv), DOT, PRECISION)
-        dx += _dot(w, _state(adjoint, K, V, first, BK, BV), DOT, PRECISION)
-    dx *= to_end[:, None]
-    flow = tl.sum(dx * x.to(tl.float32), 1)
+        by_k = _dot(dv, tl.trans(w), by_k, DOT, PRECISION)
+        by_k_t = _dot(w, tl.trans(dv), by_k_t, DOT, PRECISION)
+        dx = _dot(w, _state(adjoint, K, V, first, BK, BV), dx, DOT, PRECISION)
 
     r = tl.arange(0, C)
     by_q *= gamma
-    by_k = tl.where(r[:, None] > r[None, :], -by_k * gamma, 0.0)
-    dx += _dot(by_q_t * gamma_t, q, DOT, PRECISION)
-    dx += _dot(tl.where(r[:, None] < r[None, :], -by_k_t * gamma_t, 0.0), k, DOT, PRECISION)
-    dq = _dot(by_q, x, DOT, PRECISION)
-    dk = _dot(by_k, x, DOT, PRECISION)
-    x_t = tl.trans(x)
-    pairs = by_q * _dot(q, x_t, DOT, PRECISION) + by_k * _dot(k, x_t, DOT, PRECISION)
+    by_k *= tl.where(r[:, None] > r[None, :], -gamma, 0.0)
+    by_q_t *= gamma_t
+    by_k_t *= tl.where(r[:, None] < r[None, :], -gamma_t, 0.0)
+    dx *= to_end[:, None]
+    tl.debug_barrier()
+    x = _tile(x_base, x_stride, left, K, 0, C, BK)
+    flow = tl.sum(dx * x.to(tl.float32), 1)
+    dq = _dot(by_q, x, dq, DOT, PRECISION)
+    dk = _dot(by_k, x, dk, DOT, PRECISION)
+    q = _tile(q_base, k_stride, left, K, 0, C, BK).to(tl.float32) * scale
+    dx = _dot(by_q_t, q, dx, DOT, PRECISION)
+    pairs += by_q * _dot(q, tl.trans(x), tl.zeros([C, C], tl.float32), DOT, PRECISION)
+    k = _tile(k_base, k_stride, left, K, 0, C, BK)
+    dx = _dot(by_k_t, k, dx, DOT, PRECISION)
+    pairs += by_k * _dot(k, tl.trans(x), tl.zeros([C, C], tl.float32), DOT, PRECISION)
+    tl.debug_barrier()
     return dq, dk, dx, pairs, flow
 
 
@@ -122,8 +139,8 @@ def chunk_kernel(
     ok = r < left
     row = token * HV + h
     key = (token * H + h // (HV // H)) * K
-    q_c = _tile(q + key, H * K, left, K, 0, C, BK).to(tl.float32) * scale
-    k_c = _tile(k + key, H * K, left, K, 0, C, BK)
+    q += key
+    k += key
     g = tl.load(log_decay + row + r * HV, mask=ok, other=0.0).to(tl.float64)
     beta_c = tl.load(beta + row + r * HV, mask=ok, other=0.0).to(tl.float32)
     # Differences of sums: float64, or strong decays leave few digits to weak ones.
@@ -144,41 +161,56 @@ def chunk_kernel(
     dv += row * V
     dq_c = tl.zeros([C, BK], tl.float32)
     dk_c = tl.zeros([C, BK], tl.float32)
-    overlap = tl.zeros([BK], tl.float32)
-    for first in range(0, V, BV):
-        S = _state(state, K, V, first, BK, BV)
-        dq_c += _dot(_tile(do, HV * V, left, V, first, C, BV), S, DOT, PRECISION)
-        dk_c -= _dot(_tile(dv, HV * V, left, V, first, C, BV), S, DOT, PRECISION)
-        overlap += tl.sum(S * _state(adjoint, K, V, first, BK, BV), 0)
-    dq_c *= from_start[:, None]
-    dk_c *= from_start[:, None]
-    # dg_t: everything that crosses from before t to t or later, and nothing else (no differences of sums).
-    from_before = tl.sum(dq_c * q_c + dk_c * k_c.to(tl.float32), 1)
-    dg = tl.cumsum(from_before, 0, reverse=True) + tl.exp(total.to(tl.float32)) * tl.sum(overlap, 0)
-
-    dq_s, dk_s, dx, pairs, flow = _source(
-        k_c, e + row * V, HV * V, beta_c, q_c, k_c, do, dv, HV * V, adjoint, gamma, gamma_t, to_end, left,
-        V, K, C, BK, BV, DOT, PRECISION,
-    )  # fmt: skip
-    dq_c += dq_s
-    dk_c += dk_s + dx
+    pairs = tl.zeros([C, C], tl.float32)
+    flow = tl.zeros([C], tl.float32)
     if WRITES:
+        once = tl.full([C], 1.0, tl.float32)
         for l in range(L):
             write = (row * L + l) * K
-            x = _tile(write_k + write, HV * L * K, left, K, 0, C, BK)
-            dq_s, dk_s, dx, pairs_l, flow_l = _source(
-                x, write_v + (row * L + l) * V, HV * L * V, tl.full([C], 1.0, tl.float32), q_c, k_c, do, dv, HV * V,
-                adjoint, gamma, gamma_t, to_end, left, V, K, C, BK, BV, DOT, PRECISION,
+            dq_c, dk_c, dx, pairs, flow_l = _source(
+                write_k + write, HV * L * K, write_v + (row * L + l) * V, HV * L * V, once,
+                q, k, H * K, do, dv, HV * V, adjoint, scale, gamma, gamma_t, to_end, left, dq_c, dk_c, pairs,
+                V, K, C, BK, BV, DOT, PRECISION,
             )  # fmt: skip
-            dq_c += dq_s
-            dk_c += dk_s
-            pairs += pairs_l
             flow += flow_l
             _put(dwrite_k + write, HV * L * K, left, K, dx, C, BK)
+    dq_c, dk_c, dx, pairs, flow_k = _source(
+        k, H * K, e + row * V, HV * V, beta_c,
+        q, k, H * K, do, dv, HV * V, adjoint, scale, gamma, gamma_t, to_end, left, dq_c, dk_c, pairs,
+        V, K, C, BK, BV, DOT, PRECISION,
+    )  # fmt: skip
+    flow += flow_k
+    dk_c += dx
 
-    # Pairs (s, i) with s >= t > i, and what the sources before t leave in the last state.
-    crossing = tl.cumsum(pairs, 0, reverse=True)
-    dg += tl.sum(tl.where(r[:, None] > r[None, :], crossing, 0.0), 1) + tl.cumsum(flow, 0) - flow
+    # What q and k read of the chunk's first state.
+    dq_s = tl.zeros([C, BK], tl.float32)
+    dk_s = tl.zeros([C, BK], tl.float32)
+    overlap = tl.zeros([BV, BK], tl.float32)
+    for first in range(0, V, BV):
+        S = _state(state, K, V, first, BK, BV)
+        overlap += S * _state(adjoint, K, V, first, BK, BV)
+        dq_s = _dot(_tile(do, HV * V, left, V, first, C, BV), S, dq_s, DOT, PRECISION)
+        dk_s = _dot(_tile(dv, HV * V, left, V, first, C, BV), S, dk_s, DOT, PRECISION)
+    dq_s *= from_start[:, None]
+    dk_s *= -from_start[:, None]
+    dq_c += dq_s
+    dk_c += dk_s
+    q_c = _tile(q, H * K, left, K, 0, C, BK).to(tl.float32) * scale
+    k_c = _tile(k, H * K, left, K, 0, C, BK).to(tl.float32)
+    from_before = tl.sum(dq_s * q_c + dk_s * k_c, 1)
+    through = tl.exp(total.to(tl.float32)) * tl.sum(tl.sum(overlap, 1), 0)
+
+    # dg_t is what crosses from before t to t or later, and nothing else (no difference of sums): pairs (s, i)
+    # with s >= t > i, sources i < t in the last state, and the first state in reads s >= t and in the last.
+    since = tl.where(r[None, :] >= r[:, None], 1.0, 0.0)
+    if PRECISION == "split":
+        upper = _upper(pairs)
+        crossing = tl.dot(since, pairs - upper, input_precision="tf32")
+        crossing = tl.dot(since, upper, crossing, input_precision="tf32")
+    else:
+        crossing = tl.dot(since, pairs, input_precision="ieee" if DOT == tl.float32 else "tf32")  # noqa: SIM300
+    crossing = tl.where(r[:, None] > r[None, :], crossing + flow[None, :], from_before[None, :])
+    dg = tl.sum(crossing, 1) + through
     tl.store(dlog_decay + row + r * HV, dg.to(dlog_decay.dtype.element_ty), mask=ok)
     _put(dq + row * K, HV * K, left, K, dq_c * scale, C, BK)
     _put(dk + row * K, HV * K, left, K, dk_c, C, BK)

@@ -1,12 +1,13 @@
 """One registered operator for every implementation: where compile, capture, vmap and autograd meet kernels.
 
-Two opaque operators, `prism::triton_scan` and `prism::triton_scan_backward`, launch the kernels. In eager mode an
-autograd.Function joins them, because torch.func cannot differentiate an operator's own formula; torch.compile
-takes the operator with its formula, because Dynamo cannot trace an autograd.Function under vmap.
+Two opaque operators, `prism::triton_scan` and `prism::triton_scan_backward`, launch the kernels. In eager
+mode an autograd.Function joins them, because torch.func cannot differentiate an operator's own formula;
+torch.compile takes the operator with its formula, because Dynamo cannot trace an autograd.Function under
+vmap.
 
-An implementation is a module with three functions. Tensors reach them contiguous, on one device, shapes and
-dtypes checked, never float64; write_k and write_v are both None or both have L >= 1; cu_seqlens is None or
-holds N + 1 offsets whose values nobody has checked: kernels clamp them and never leave memory.
+An implementation is a module with three functions. Tensors reach them contiguous, on one device, shapes
+and dtypes checked, never float64; write_k and write_v are both None or both have L >= 1; cu_seqlens is
+None or holds N + 1 offsets whose values nobody has checked: kernels clamp them and never leave memory.
 
     allocate(q, v, write_k, cu_seqlens) -> list[Tensor]
         Uninitialised tensors for what backward needs beyond the inputs, by shapes alone (no values are read).
@@ -118,7 +119,7 @@ def _dense(x: Tensor | None) -> Tensor | None:
 
 
 def _fold(E: int, dims: Sequence[int | None], inputs: Sequence[Any], dos: Sequence[Any] = ()) -> list[Any]:
-    """Arguments q ... cu_seqlens of E members as those of one call; `dos` are (do, dstate) and lead the result."""
+    """q ... cu_seqlens of E members as the arguments of one call; `dos`, (do, dstate), lead them."""
     axis = 0 if inputs[9] is None else 1  # of the tokens' tensors; sequences come first in states
     q, q_dim = inputs[0], dims[len(dos)]
     T = (q if q_dim is None else q.select(q_dim, 0)).shape[1]

@@ -1,14 +1,20 @@
-"""Kernels of `resident`: two walks through the tokens that keep the state in registers, and one over chunks.
+"""The two walks of `resident` through the tokens, which keep the state, or its adjoint, in registers.
 
-`forward_kernel` computes the recurrence as math.md section 1 writes it; `reverse_kernel` runs the adjoint of the
-state backwards. The columns of the state, and of its adjoint, do not touch each other, so a lane owns columns and
-sums over the keys without leaving its registers: no triangular system, no exponential of a sum of decays. Once
-both states are known at the borders of every chunk, and e = v - Sbar k and dR = dv with them, all other gradients
-are products of C x C tiles (section 5): `chunk_kernel`, one program a chunk.
+`forward_kernel` computes the recurrence as the definition writes it, with e_t = v_t - Sbar_t k_t;
+`reverse_kernel` runs the adjoint of the state backwards:
 
-The tile of a walk is [KR, KL, G * BV], one warp: columns are (sequence, value) pairs, keys lie KR to a lane and KL
-lanes side by side. Tokens are read U at a time and U ahead, each row once and coalesced, and spread over the
-tile when their turn comes.
+    dS_t   += scale q_t do_t^T                               (what comes from later tokens, and from o_t)
+    dw_t^l  = dS_t^T kappa_t^l,   dU_t = dS_t^T k_t,   dv_t = dR_t = beta_t dU_t,   dbeta_t = dU_t . e_t
+    dS_t-1  = alpha_t (dS_t - k_t dR_t^T)
+
+The columns of the state, and of its adjoint, do not touch each other, so a lane owns columns and sums over
+the keys without leaving its registers: no triangular system, no exponential of a sum of decays. Once both
+states are known at the borders of every chunk, all other gradients are products of tiles, one program a
+chunk: `_chunk_kernel.py`.
+
+The tile of a walk is [KR, KL, G * BV], one warp: columns are (sequence, value) pairs, keys lie KR to a
+lane and KL lanes side by side. Tokens are read U at a time and U ahead, each row once and coalesced, and
+spread over the tile when their turn comes.
 """
 
 from __future__ import annotations
@@ -61,14 +67,20 @@ def _wide(x):
 
 @triton.jit
 def _read(S, x):
-    """S^T x: [G * BV]."""
-    return tl.sum(tl.sum(S * x, 0), 0)
+    """S^T x: [G * BV], in four chains of additions that do not wait for each other."""
+    KR: tl.constexpr = S.shape[0]
+    if KR >= 8:
+        terms = tl.reshape(S * x, (4, KR // 4, S.shape[1], S.shape[2]))
+        return tl.sum(tl.sum(tl.sum(terms, 1), 0), 0)
+    else:
+        return tl.sum(tl.sum(S * x, 0), 0)
 
 
 @triton.jit
 def _tokens(
     q, k, v, e, log_decay, beta, write_k, write_v, t, left_g, left, H, HV,
-    K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BK: tl.constexpr, U: tl.constexpr, REVERSE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BK: tl.constexpr, U: tl.constexpr,
+    REVERSE: tl.constexpr,
 ):  # fmt: skip
     """U tokens from t on as a walk reads them; zeros where a token is before the first or after the last."""
     tokens = ()
@@ -80,9 +92,10 @@ def _tokens(
         for l in tl.static_range(L):
             x = _rows(write_k + (at * HV * L + l) * K, ok_g, K, BK)
             if REVERSE:
-                writes = writes + (x,)
+                writes = writes + (x,)  # type: ignore  # noqa: RUF005
             else:
-                writes = writes + ((x, _columns(write_v + (at * HV * L + l) * V, ok)),)
+                w = _columns(write_v + (at * HV * L + l) * V, ok)
+                writes = writes + ((x, w),)  # type: ignore  # noqa: RUF005
         token = (
             _rows(q + at * H * K, ok_g, K, BK),
             _rows(k + at * H * K, ok_g, K, BK),
@@ -92,8 +105,8 @@ def _tokens(
             writes,
         )
         if REVERSE:
-            token = token + (_columns(e + at * HV * V, ok),)
-        tokens = tokens + (token,)
+            token = token + (_columns(e + at * HV * V, ok),)  # type: ignore  # noqa: RUF005
+        tokens = tokens + (token,)  # type: ignore  # noqa: RUF005
     return tokens
 
 
@@ -176,8 +189,8 @@ def reverse_kernel(
     BV: tl.constexpr, C: tl.constexpr, U: tl.constexpr, LAST: tl.constexpr, INITIAL: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dv, dwrite_v, this slice's share of dbeta, the gradient of the initial state, and the adjoint of the state
-    after each chunk. A program: G pairs, BV columns."""
+    """dv, dwrite_v, this slice's share of dbeta, the gradient of the initial state, and the adjoint of the
+    state after each chunk. A program: G pairs, BV columns."""
     BK: tl.constexpr = KR * KL
     first = tl.program_id(0).to(tl.int64) * G
     col = tl.arange(0, G * BV)

@@ -1,9 +1,9 @@
 """One warp carries the state of one or a few (sequence, value head) pairs on chip from first token to last.
 
-One launch forward and two backward (three where value heads share a key head or V is cut into slices: sums of
-what each computed). Device memory holds, beyond inputs and outputs, e = v - Sbar k and the state at the start of
-every chunk of `CHUNK` tokens, and during the backward pass the adjoint of the state there. Right for every T, L,
-N and every K and V up to 256; fast where pairs are many, for T tokens take T steps.
+One launch forward and two backward (and sums of what each computed, where value heads share a key head or
+V is cut into slices). Device memory holds, beyond inputs and outputs, e = v - Sbar k and the state at the
+start of each chunk of `CHUNK` tokens, and during the backward pass the adjoint of the state there. Right
+for every T, L, N and every K and V up to 256; fast where pairs are many, for T tokens take T steps.
 """
 
 from __future__ import annotations
@@ -23,22 +23,53 @@ __all__ = ["allocate", "backward", "forward"]
 CHUNK = 16
 
 
-class _Tile(NamedTuple):
-    """The tile of a walk, and the tokens it reads at a time."""
+class _Walk(NamedTuple):
+    """The tile of a walk, the tokens it reads at a time, and the registers a lane may use (0: any number)."""
 
     KR: int
     KL: int
     G: int
     BV: int
     U: int
+    registers: int
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        chosen = dict(zip(self._fields[:5], self[:5], strict=True))
+        return chosen | ({"maxnreg": self.registers} if self.registers else {})
 
 
-def _tile(K: int, V: int, L: int) -> _Tile:
-    """At most 32 numbers of the state to a lane, and a full warp: measured, not searched."""
+def _walk(K: int, V: int, L: int, *, reverse: bool) -> _Walk:
+    """At most 32 numbers of the state to a lane, and a full warp. Fixed by what was measured on an H200."""
     width = triton.next_power_of_2(K)
     KL = max(1, width // 32)
     BV = min(triton.next_power_of_2(V), 32 // KL)
-    return _Tile(width // KL, KL, 32 // (KL * BV), BV, 4 if L == 0 else 2 if L <= 2 else 1)
+    KR = width // KL
+    registers = 128 if KR <= 16 or (KL == 1 and L == 0 and not reverse) else 0
+    return _Walk(KR, KL, 32 // (KL * BV), BV, 4 if L == 0 else 2 if L <= 2 else 1, registers)
+
+
+class _Products(NamedTuple):
+    """How the tiles of `chunk_kernel` are multiplied."""
+
+    DOT: tl.dtype
+    PRECISION: str
+    BV: int
+    num_warps: int
+
+
+def _products(dtype: torch.dtype, BK: int, BV: int) -> _Products:
+    """float32 keeps its digits: three tf32 products where one warp's registers hold the tiles, else float32.
+
+    bfloat16 tiles are multiplied as they are. A state does not fit float16's range, so float16 inputs become
+    float32 tiles and lose in tf32 the digits that float16 has not.
+    """
+    warps = {16: 1, 32: 1, 256: 8}.get(BK, 4)
+    if dtype == torch.bfloat16:
+        return _Products(tl.bfloat16, "ieee", min(BV, 64 if warps > 1 else 32), warps)
+    if warps == 1:
+        return _Products(tl.float32, "tf32" if dtype == torch.float16 else "split", 16, 1)
+    return _Products(tl.float32, "tf32" if dtype == torch.float16 else "ieee", min(BV, 64), warps)
 
 
 def _slots(B: int, T: int, cu_seqlens: Tensor | None) -> int:
@@ -73,11 +104,11 @@ def forward(
     o = v.new_empty(v.shape)
     last = q.new_empty((N, HV, K, V), dtype=torch.float32)
     e, states = saved or (o, last)
-    tile = _tile(K, V, L)
-    forward_kernel[(triton.cdiv(N * HV, tile.G), triton.cdiv(V, tile.BV))](
-        q, k, v, log_decay, beta, _or(write_k, q), _or(write_v, q), _or(initial_state, last), _or(cu_seqlens, q),
-        o, last, e, states, scale, T, N * HV, H, HV,
-        K=K, V=V, L=L, **tile._asdict(), C=CHUNK,
+    walk = _walk(K, V, L, reverse=False)
+    forward_kernel[(triton.cdiv(N * HV, walk.G), triton.cdiv(V, walk.BV))](
+        q, k, v, log_decay, beta, _or(write_k, q), _or(write_v, q), _or(initial_state, last),
+        _or(cu_seqlens, q), o, last, e, states, scale, T, N * HV, H, HV,
+        K=K, V=V, L=L, **walk.arguments, C=CHUNK,
         INITIAL=initial_state is not None, PACKED=cu_seqlens is not None, SAVE=bool(saved), num_warps=1,
     )  # fmt: skip
     return o, last
@@ -107,8 +138,8 @@ def backward(
     if do is None:
         do = torch.zeros_like(v)
 
-    tile = _tile(K, V, L)
-    slices = triton.cdiv(V, tile.BV)
+    walk = _walk(K, V, L, reverse=True)
+    slices = triton.cdiv(V, walk.BV)
     dv = torch.empty_like(v)
     dwrite_v = None if write_v is None else torch.empty_like(write_v)
     dinitial = None if initial_state is None else torch.empty_like(initial_state)
@@ -116,11 +147,11 @@ def backward(
         torch.empty_like(beta) if slices == 1 else beta.new_empty((*beta.shape, slices), dtype=torch.float32)
     )
     adjoints = torch.empty_like(states)
-    reverse_kernel[(triton.cdiv(N * HV, tile.G), slices)](
+    reverse_kernel[(triton.cdiv(N * HV, walk.G), slices)](
         q, k, do, e, log_decay, beta, _or(write_k, q), _or(dstate, states), _or(cu_seqlens, q),
         dv, _or(dwrite_v, dv), dbeta, _or(dinitial, states), adjoints, scale,
         T, N * HV, H, HV, slices,
-        K=K, V=V, L=L, **tile._asdict(), C=CHUNK, LAST=dstate is not None,
+        K=K, V=V, L=L, **walk.arguments, C=CHUNK, LAST=dstate is not None,
         INITIAL=dinitial is not None, PACKED=packed, num_warps=1,
     )  # fmt: skip
     if slices > 1:
@@ -131,30 +162,15 @@ def backward(
     dlog_decay = torch.empty_like(log_decay)
     dwrite_k = None if write_k is None else torch.empty_like(write_k)
     BK, BV = (max(16, triton.next_power_of_2(width)) for width in (K, V))
-    DOT, precision = _products(q.dtype)
+    products = _products(q.dtype, BK, BV)
     chunk_kernel[(_slots(B, T, cu_seqlens) * HV,)](
-        q, k, log_decay, beta, _or(write_k, q), _or(write_v, q), do, e, dv, states, adjoints, _or(cu_seqlens, q),
-        dq, dk, dlog_decay, _or(dwrite_k, dq), scale, T, N, H, HV, L,
-        K=K, V=V, BK=BK, BV=min(BV, 64), C=CHUNK, WRITES=L > 0, PACKED=packed, DOT=DOT, PRECISION=precision,
-        num_warps=_warps(BK),
+        q, k, log_decay, beta, _or(write_k, q), _or(write_v, q), do, e, dv, states, adjoints,
+        _or(cu_seqlens, q), dq, dk, dlog_decay, _or(dwrite_k, dq), scale, T, N, H, HV, L,
+        K=K, V=V, BK=BK, C=CHUNK, WRITES=L > 0, PACKED=packed, **products._asdict(),
     )  # fmt: skip
     if shared:
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(q.dtype) for x in (dq, dk))
     return dq, dk, dv, dlog_decay, dbeta, dwrite_k, dwrite_v, dinitial
-
-
-def _products(dtype: torch.dtype) -> tuple[tl.dtype, str]:
-    """What the tiles of a product are rounded to, and how float32 ones are multiplied.
-
-    A state does not fit float16's range, so its tiles keep float32 and lose in tf32 the digits float16 has not.
-    """
-    if dtype == torch.bfloat16:
-        return tl.bfloat16, "ieee"
-    return tl.float32, "tf32" if dtype == torch.float16 else "ieee"
-
-
-def _warps(BK: int) -> int:
-    return {16: 1, 32: 2, 64: 4}.get(BK, 4 if BK < 256 else 8)
 
 
 def _or(x: Tensor | None, placeholder: Tensor) -> Tensor:
