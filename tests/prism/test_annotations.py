@@ -1,4 +1,5 @@
-"""The shapes in the signatures are true: checked by jaxtyping and beartype over whole passes of every kind of mixer.
+"""The shapes in the signatures are true: checked by jaxtyping and beartype over whole passes of every kind
+of mixer.
 
 In a process of its own, because the check is built in when a module is imported.
 """
@@ -21,8 +22,8 @@ with install_import_hook([f"prism.{name}" for name in modules], "beartype.bearty
 
 sizes = {"vocab_size": 9, "d_model": 6, "n_heads": 2, "n_value_heads": 4, "head_dim": 5, "expand_v": 1.4}
 configs = [PrismConfig.preset(name, **sizes) for name in PRESETS]
-changes = [{"anchor": "state"}, {"refine_keys": "base"}, {"refine_rank": 2}, {"erase": "none"}, {"mixer": "attention"}]
-configs += [PrismConfig(**sizes, **change) for change in changes]
+changes = [{"anchor": "state"}, {"refine_keys": "base"}, {"refine_rank": 2}, {"erase": "none"}, {"mixer":
+"attention"}] configs += [PrismConfig(**sizes, **change) for change in changes]
 x = torch.randint(9, (2, 7))
 for config in configs:
     model = PrismModel(config, seed=0)
@@ -45,6 +46,8 @@ except TypeCheckError:
 def test_shapes_are_what_signatures_say():
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root)}
-    made = subprocess.run([sys.executable, "-c", CHECKED], env=env, capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        [sys.executable, "-c", CHECKED], env=env, capture_output=True, text=True, check=False
+    )
     assert made.returncode == 0, made.stderr[-3000:]
     assert made.stdout == "checked 9 configurations\n"

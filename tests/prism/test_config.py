@@ -36,7 +36,10 @@ def test_unknown_field_is_named_with_close_ones():
         ({"mixer": ""}, "mixer: expected the name of a registered mixer, came ''"),
         ({"erase": "step"}, "base_write: expected False where erase='step'"),
         ({"n_refine": 0, "base_write": False}, "n_refine: expected at least 1 where base_write=False"),
-        ({"anchor": "state", "source": "anchor"}, "anchor: expected shortconv, token or none where source='anchor'"),
+        (
+            {"anchor": "state", "source": "anchor"},
+            "anchor: expected shortconv, token or none where source='anchor'",
+        ),
     ],
 )
 def test_impossible_values_name_argument_expectation_and_value(changes, message):
@@ -56,9 +59,16 @@ def test_presets_say_what_they_are():
     assert gdn == PrismConfig(vocab_size=8, n_refine=0)
     assert prism == PrismConfig(vocab_size=8)
     assert (paper.base_write, paper.erase, paper.source, paper.scale) == (False, "step", "anchor", 1.0)
-    assert (paper.short_conv, paper.step_gate, paper.refine_key_norm, paper.qk_norm) == (0, "raw", False, False)
+    assert (paper.short_conv, paper.step_gate, paper.refine_key_norm, paper.qk_norm) == (
+        0,
+        "raw",
+        False,
+        False,
+    )
     assert (closed.gain, closed.refine_rank, closed.step_gate_bias) == ("sigmoid", 128, 2.0)
-    with pytest.raises(ValueError, match="preset: expected one of gdn, prism, paper, closed_form, came 'mamba'"):
+    with pytest.raises(
+        ValueError, match="preset: expected one of gdn, prism, paper, closed_form, came 'mamba'"
+    ):
         PrismConfig.preset("mamba", vocab_size=8)
     with pytest.raises(ValueError, match="vocab_size: expected an integer >= 1, came nothing"):
         PrismConfig.preset("gdn")
@@ -67,7 +77,9 @@ def test_presets_say_what_they_are():
 def test_degenerate_chain_warns():
     with pytest.warns(UserWarning, match="every later delta is 0"):
         PrismConfig(vocab_size=8, gain="one", activation="identity")
-    PrismConfig(vocab_size=8, gain="one", activation="identity", residual="keep")  # warnings are errors: none here
+    PrismConfig(
+        vocab_size=8, gain="one", activation="identity", residual="keep"
+    )  # warnings are errors: none here
     PrismConfig(vocab_size=8, gain="one", activation="identity", n_refine=1)
 
 

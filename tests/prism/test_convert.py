@@ -74,7 +74,14 @@ def test_fla_round_trip_and_options(changes, fields):
     back = convert.to_fla(ours)
     assert back.keys() == theirs.state_dict().keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in theirs.state_dict().items())
-    expected = {"vocab_size": 1, "d_model": 12, "n_heads": 2, "n_value_heads": 4, "head_dim": 5, "expand_v": 2.0}
+    expected = {
+        "vocab_size": 1,
+        "d_model": 12,
+        "n_heads": 2,
+        "n_value_heads": 4,
+        "head_dim": 5,
+        "expand_v": 2.0,
+    }
     assert ours.config == PrismConfig(**{**expected, "n_refine": 0, **fields})
 
 
@@ -97,12 +104,14 @@ def test_weights_are_copies():
 
 
 def test_wrong_modules_raise_clearly():
-    with pytest.raises(ValueError, match="from_fla: module: expected fla's GatedDeltaNet, came Linear without use_gate"):
-        convert.from_fla(nn.Linear(2, 2))
     with pytest.raises(
-        ValueError,
-        match="from_qwen3_next: module: expected transformers' Qwen3NextGatedDeltaNet, came Linear without num_k_heads",
+        ValueError, match="from_fla: module: expected fla's GatedDeltaNet, came Linear without use_gate"
     ):
+        convert.from_fla(nn.Linear(2, 2))
+    message = (
+        "from_qwen3_next: module: expected transformers' Qwen3NextGatedDeltaNet, came Linear without num_k"
+    )
+    with pytest.raises(ValueError, match=message):
         convert.from_qwen3_next(nn.Linear(2, 2))
     sigmoid = layer()
     sigmoid.o_norm.activation = "sigmoid"
@@ -133,7 +142,9 @@ def test_qwen3_next_outputs_state_and_gradients(backend):
     pytest.importorskip("transformers", reason="transformers is not installed")
     compared = 0
     for tensor, came, expected in transformers_layer("cpu", torch.float32, backend):
-        torch.testing.assert_close(came, expected, rtol=0, atol=PEER_TOLERANCE, msg=lambda m, t=tensor: f"{t}: {m}")
+        torch.testing.assert_close(
+            came, expected, rtol=0, atol=PEER_TOLERANCE, msg=lambda m, t=tensor: f"{t}: {m}"
+        )
         compared += 1
     assert compared == 2 * 10  # equal and grouped heads: output, state, gradients of x and of 7 parameters
 

@@ -27,11 +27,15 @@ def inputs(T=11, d=12, B=2, seed=0, dtype=torch.float64):
 
 
 def by_the_equations(mixer, x):
-    """y for one sequence x [T, d] with states as V x K matrices: one token, one value head, one step at a time."""
+    """y for one sequence x [T, d] with states as V x K matrices: one token, one value head, one step at a
+    time.
+    """
     c, w = mixer.config, dict(mixer.named_parameters())
     H, HV, K, V, L = c.n_heads, c.value_heads, c.key_dim, c.value_dim, c.n_refine
     rows = dict(zip(mixer.rows, w["in_proj"].split(list(mixer.rows.values())), strict=True))
-    phi = {"gelu": lambda z: z * 0.5 * (1 + torch.erf(z / math.sqrt(2))), "identity": lambda z: z}[c.activation]
+    phi = {"gelu": lambda z: z * 0.5 * (1 + torch.erf(z / math.sqrt(2))), "identity": lambda z: z}[
+        c.activation
+    ]
 
     def norm(z):
         return z / torch.sqrt((z * z).sum() + 1e-6)
@@ -154,7 +158,15 @@ def test_every_ingredient_changes_the_output(name, value):
 
 
 def test_every_axis_of_the_configuration_is_covered():
-    of_the_skeleton = {"vocab_size", "d_model", "n_layers", "n_heads", "n_value_heads", "head_dim", "expand_v"}
+    of_the_skeleton = {
+        "vocab_size",
+        "d_model",
+        "n_layers",
+        "n_heads",
+        "n_value_heads",
+        "head_dim",
+        "expand_v",
+    }
     of_the_skeleton |= {"mlp_ratio", "mixer", "tie_embeddings", "scan_backend"}
     assert set(AXES) == set(PrismConfig(1).to_dict()) - of_the_skeleton
 
@@ -187,7 +199,9 @@ def test_initial_values_are_gated_deltanets():
 
 def test_decay_parameters_survive_bfloat16():
     for seed in range(20):
-        mixer = PrismMixer(PrismConfig.preset("gdn", vocab_size=1, n_heads=16, d_model=64), seed, dtype=torch.bfloat16)
+        mixer = PrismMixer(
+            PrismConfig.preset("gdn", vocab_size=1, n_heads=16, d_model=64), seed, dtype=torch.bfloat16
+        )
         other = PrismMixer(mixer.config, seed=99, dtype=torch.bfloat16)
         other.load_state_dict(mixer.state_dict())
         for name in ("A_log", "dt_bias"):
@@ -318,7 +332,9 @@ def test_bfloat16_parameters(preset):
 def test_paper_overflows_in_plain_sight_and_bounded_gates_do_not():
     x = 3 * inputs(T=600, d=32, dtype=torch.float32)
     paper = build("paper", d_model=32, dtype=torch.float32, anchor="none")
-    bounded = build("paper", d_model=32, dtype=torch.float32, anchor="none", step_gate="sigmoid", refine_key_norm=True)
+    bounded = build(
+        "paper", d_model=32, dtype=torch.float32, anchor="none", step_gate="sigmoid", refine_key_norm=True
+    )
     with torch.no_grad():
         for mixer in (paper, bounded):
             mixer.refine.proj *= 6

@@ -123,7 +123,10 @@ def test_arms_that_differ_in_one_ingredient_start_alike(changes):
                 found |= {f"{name}.{n}": t for n, t in rows if t.numel()}
             elif name.endswith("refine.proj"):
                 for kind, rows, steps in zip(
-                    ("key", "gain", "gate"), p.split(owner.sizes), (owner.n_keys, owner.n_gains, None), strict=True
+                    ("key", "gain", "gate"),
+                    p.split(owner.sizes),
+                    (owner.n_keys, owner.n_gains, None),
+                    strict=True,
                 ):
                     steps = owner.config.n_refine if steps is None else steps
                     if steps:
@@ -194,7 +197,9 @@ def test_variant_keeps_weights_and_says_what_is_missing():
     with torch.no_grad():
         without.embedding.zero_()
     assert model.embedding.any()
-    with pytest.raises(ValueError, match=r"variant: expected blocks\.0\.mixer\.refine\.gate_bias .* came none"):
+    with pytest.raises(
+        ValueError, match=r"variant: expected blocks\.0\.mixer\.refine\.gate_bias .* came none"
+    ):
         model.variant(step_gate_bias=1.0)
 
 

@@ -22,7 +22,9 @@ def test_everything_that_can_run_passes(rows):
         assert passed >= set(verify.IDENTITIES)
         errors = [row.error for row in rows if row.backend == backend and row.identity in verify.IDENTITIES]
         assert max(errors) < 1e-10
-    of_the_layer = [r for r in rows if r.identity == "L = 0 layer is Gated DeltaNet" and r.backend == "chunked"]
+    of_the_layer = [
+        r for r in rows if r.identity == "L = 0 layer is Gated DeltaNet" and r.backend == "chunked"
+    ]
     gradients = {row.tensor for row in of_the_layer if row.tensor.startswith("gradient")}
     assert len(gradients) == 14  # x and fla's 13 tensors
     assert {"output", "state"} <= {row.tensor for row in of_the_layer}
@@ -39,7 +41,9 @@ def test_what_cannot_run_is_skipped_and_says_why(rows):
 
 @pytest.mark.parametrize("identity", verify.IDENTITIES)
 def test_a_wrong_scan_fails_every_identity(identity, monkeypatch):
-    """A scan whose outputs are off by 1e-6 from the second token on is caught, with the tensor and by how much."""
+    """A scan whose outputs are off by 1e-6 from the second token on is caught, with the tensor and by how
+    much.
+    """
     right = verify.prism_scan
 
     def wrong(q, k, v, log_decay, beta, write_k=None, write_v=None, **options):
