@@ -22,8 +22,8 @@ with install_import_hook([f"prism.{name}" for name in modules], "beartype.bearty
 
 sizes = {"vocab_size": 9, "d_model": 6, "n_heads": 2, "n_value_heads": 4, "head_dim": 5, "expand_v": 1.4}
 configs = [PrismConfig.preset(name, **sizes) for name in PRESETS]
-changes = [{"anchor": "state"}, {"refine_keys": "base"}, {"refine_rank": 2}, {"erase": "none"}, {"mixer":
-"attention"}] configs += [PrismConfig(**sizes, **change) for change in changes]
+changes = [{"anchor": "state"}, {"refine_keys": "base"}, {"refine_rank": 2}, {"erase": "none"}]
+configs += [PrismConfig(**sizes, **change) for change in [*changes, {"mixer": "attention"}]]
 x = torch.randint(9, (2, 7))
 for config in configs:
     model = PrismModel(config, seed=0)
