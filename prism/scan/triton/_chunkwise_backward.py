@@ -27,15 +27,16 @@ from prism.scan.triton._chunks import (
 
 @triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV"])
 def reverse_kernel(
-    q, k, beta, solve, scores, grown, rest, do, d_final, dv, d_states, d_initial,
+    q, k, beta, solve, scores, grown, rest, error, do, d_final, dv, d_states, d_initial, kept,
     offsets, chunk_start, scale, T, chunks_per_row, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """dv; d_states, the gradient of the state at each chunk's end; d_initial. One program: sequence, value
-    head, slice of V."""
+    """dv; d_states, the gradient of the state at each chunk's end; d_initial; kept [tokens, HV, slices], each
+    slice's share of e . (exp(G_C - G) k dS). One program: sequence, value head, slice of V."""
     SLICES: tl.constexpr = (V + BV - 1) // BV
-    v0 = (tl.program_id(0) % SLICES) * BV
+    part = tl.program_id(0) % SLICES
+    v0 = part * BV
     head = tl.program_id(0) // SLICES % HV
     n = tl.program_id(0) // SLICES // HV
     first, end, chunk = sequence_tokens(n, offsets, chunk_start, T, chunks_per_row, PACKED)
@@ -44,6 +45,7 @@ def reverse_kernel(
     state = tl.zeros((BK, BV), tl.float32)
     if FINAL:
         state += tl.load(d_final + own + at, mask=exists, other=0.0).to(tl.float32)
+    rows = tl.arange(0, C)
     chunks = tl.cdiv((end - first).to(tl.int32), C)
     for back in range(chunks):
         step = chunks - 1 - back
@@ -56,6 +58,7 @@ def reverse_kernel(
         inverse = load_rows(solve + gate * C, HV * C, left, 0, C, C, C)
         seen = load_rows(scores + gate * C, HV * C, left, 0, C, C, C)
         upstream = load_rows(do + gate * V, HV * V, left, v0, V, C, BV)
+        e = load_rows(error + gate * V, HV * V, left, v0, V, C, BV)
         queries = load_rows(q + read, H * K, left, 0, K, C, BK)
         b = load_column(beta + gate, HV, left, C)
         growth = load_column(grown + gate, HV, left, C)
@@ -65,6 +68,8 @@ def reverse_kernel(
         rounded = state.to(keys.dtype)
         tl.store(d_states + cell + at, rounded, mask=exists)
         d_e = tl.dot(keys, rounded, input_precision=DOT) * keep[:, None]
+        share = tl.sum(d_e * e.to(tl.float32), axis=1)
+        tl.store(kept + (gate + rows * HV) * SLICES + part, share, mask=rows < left)
         d_e = tl.dot(tl.trans(seen), upstream, d_e, input_precision=DOT) * b[:, None]
         d_right = tl.dot(tl.trans(inverse), d_e.to(keys.dtype), input_precision=DOT)
         store_rows(dv + gate * V, d_right, HV * V, left, v0, V, C, BV)
@@ -81,8 +86,8 @@ def reverse_kernel(
 def _store_gate_grad(base, stride, pairs, kept, left, C: tl.constexpr):
     """Stores, for t in the chunk, the sum of `pairs` (s, i) with s >= t > i and of `kept` i with i < t.
 
-    log_decay_t scales every path that crosses t. Sums of what crosses, and not differences of row and column sums,
-    keep their digits under strong decay.
+    log_decay_t scales every path that crosses t. Sums of what crosses, and not differences of row and column
+    sums, keep their digits under strong decay.
     """
     rows = tl.arange(0, C)
     below = rows[:, None] > rows[None, :]
@@ -169,8 +174,8 @@ def scores_grad_kernel(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """by_scores [tokens, HV, 2, C], the gradients of q . k and of k . k below the diagonal; gate_grad and beta_grad
-    [tokens, HV], their shares of d_log_decay and d_beta. One program: chunk, value head."""
+    """by_scores [tokens, HV, 2, C], the gradients of q . k and of k . k below the diagonal; gate_grad and
+    beta_grad [tokens, HV], their shares of d_log_decay and d_beta. One program: chunk, value head."""
     head = tl.program_id(0) % HV
     chunk = tl.program_id(0) // HV
     first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
@@ -203,11 +208,13 @@ def scores_grad_kernel(
 
 @triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L"])
 def queries_grad_kernel(
-    q, k, grown, states, write_k, do, by_scores, by_writes, dq, reads, spans, scale, T, chunks_per_row, H, HV, L,
+    q, k, grown, states, write_k, do, by_scores, by_writes, dq, reads, spans,
+    scale, T, chunks_per_row, H, HV, L,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
-    """dq [tokens, HV, K]; reads [tokens, HV], q . dq of the chunk's first state. One program: chunk, value head."""
+    """dq [tokens, HV, K]; reads [tokens, HV], q . dq through the chunk's first state. One program: chunk,
+    value head."""
     head = tl.program_id(0) % HV
     chunk = tl.program_id(0) // HV
     first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
@@ -238,14 +245,15 @@ def queries_grad_kernel(
     store_columns(dq + gate * K, d_q, HV * K, left, 0, K, C, BK)
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L"])
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L", "slices"])
 def keys_grad_kernel(
-    q, k, beta, grown, rest, error, states, write_k, dv, d_states, by_scores, by_writes, gate_grad, write_gate_grad,
-    beta_grad, reads, dk, d_log_decay, d_beta, spans, T, chunks_per_row, H, HV, L,
+    q, k, beta, grown, rest, error, states, write_k, dv, d_states, by_scores, by_writes, gate_grad,
+    write_gate_grad, beta_grad, reads, kept, dk, d_log_decay, d_beta, spans,
+    T, chunks_per_row, H, HV, L, slices,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
-    """dk [tokens, HV, K], and d_log_decay and d_beta from the shares found before and those of this kernel's own.
+    """dk [tokens, HV, K], and d_log_decay and d_beta from the shares found before and this kernel's own.
     One program: chunk, value head."""
     head = tl.program_id(0) % HV
     chunk = tl.program_id(0) // HV
@@ -275,17 +283,14 @@ def keys_grad_kernel(
     read_grad = load_column(reads + gate, HV, left, C) + tl.sum(d_k * k_columns, axis=0)
 
     # What k adds to the chunk's last state.
-    d_kept = tl.zeros((BK, C), tl.float32)
+    b = load_column(beta + gate, HV, left, C)
+    weight = load_column(rest + gate, HV, left, C) * b
     for v0 in range(0, V, BV):
         at, exists = state_offsets(v0, K, V, BK, BV)
         d_state = tl.load(d_states + cell + at, mask=exists, other=0.0)
         e = load_rows(error + gate * V, HV * V, left, v0, V, C, BV)
-        d_kept = tl.dot(d_state, tl.trans(e), d_kept, input_precision=DOT)
-    d_kept *= load_column(rest + gate, HV, left, C)[None, :]
-    k_columns = load_columns(k + read, H * K, left, 0, K, C, BK).to(tl.float32)
-    kept = tl.sum(d_kept * k_columns, axis=0)
-    b = load_column(beta + gate, HV, left, C)
-    d_k += d_kept * b[None, :]
+        u = (e.to(tl.float32) * weight[:, None]).to(e.dtype)
+        d_k = tl.dot(d_state, tl.trans(u), d_k, input_precision=DOT)
 
     queries = load_rows(q + read, H * K, left, 0, K, C, BK)
     by_seen = load_rows(by_scores + gate * 2 * C, HV * 2 * C, left, 0, C, C, C)
@@ -304,10 +309,13 @@ def keys_grad_kernel(
             gate_share += tl.load(share, mask=rows + 1 < left, other=0.0)
     store_columns(dk + gate * K, d_k, HV * K, left, 0, K, C, BK)
 
+    own_kept = tl.zeros((C,), tl.float32)
+    for part in range(slices):
+        own_kept += tl.load(kept + (gate + rows * HV) * slices + part, mask=inside, other=0.0)
     beta_share = tl.load(beta_grad + gate + rows * HV, mask=inside, other=0.0)
-    tl.store(d_beta + gate + rows * HV, beta_share + kept, mask=inside)
+    tl.store(d_beta + gate + rows * HV, beta_share + own_kept, mask=inside)
     # Reads at s >= t and rows i < t kept cross t: column t of `crossing`, summed, is the gradient at t + 1.
-    crossing = tl.where(rows[:, None] > rows[None, :], read_grad[:, None], (kept * b)[:, None])
+    crossing = tl.where(rows[:, None] > rows[None, :], read_grad[:, None], (own_kept * b)[:, None])
     crossing = tl.sum(crossing, axis=0) + carried + gate_share
     tl.store(d_log_decay + gate + (rows + 1) * HV, crossing, mask=rows + 1 < left)
     tl.store(d_log_decay + gate, tl.sum(read_grad, axis=0) + carried)

@@ -10,10 +10,12 @@ Kb^T . gamma); `writes_kernel` forms what L writes add to v, to o and to the sta
 once. `scan_kernel` walks through the chunks of one sequence and head with a slice of the state's V columns on
 chip; the columns of the state are independent of each other.
 
-On Hopper, a dot whose left operand is itself computed becomes a matrix instruction that reads registers, and
-the ptxas that Triton 3.4 to 3.7.0 ships may overwrite those before they are read: wrong results or a bad
-address, at some widths and numbers of warps. So here and in the backward pass a left operand is always a
-loaded tile.
+Two faults of the ptxas 12.8 that Triton 3.4 to 3.7.0 ships have made such kernels wrong on Hopper, at some
+widths and numbers of warps only. A matrix instruction may read its left operand from registers that have
+been overwritten: so a left operand is always a loaded tile, here and in the backward pass. And the high word
+of a matrix descriptor, a 64-bit sum with a zero-extended address, may start from the address instead of zero:
+so half precision runs at few widths, and tests/prism/test_triton_machine_code.py looks for such sums in the
+machine code.
 """
 
 import triton
@@ -44,7 +46,7 @@ def _substitute(scratch, C: tl.constexpr):
         row = tl.where(column == i, 1.0, 0.0)
         for j in tl.static_range(i):
             row -= tl.load(block + (i * 16 + j)) * x[j]
-        x = x + (row,)
+        x = x + (row,)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no unpacking)
     tl.debug_barrier()
     for i in tl.static_range(16):
         tl.store(block + i * 16 + column, x[i])
@@ -78,26 +80,16 @@ def _half(x, second, P: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _below_diagonal(
-    k,
-    stride,
-    left,
-    total,
-    b,
-    start,
-    K: tl.constexpr,
-    P: tl.constexpr,
-    B: tl.constexpr,
-    BK: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """[P, B, B]: k_i . k_j exp(G_i - G_j) beta_j of the rows i in the second half of each pair, j in the first."""
+    k, stride, left, total, b,
+    K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """[P, B, B]: k_i . k_j exp(G_i - G_j) beta_j, i in the second half of a pair of blocks."""
     upper = _load_blocks(k, stride, left, 0, 2 * B, K, P, B, BK)
     lower = _load_blocks(k, stride, left, B, 2 * B, K, P, B, BK)
     decay = tl.exp((_half(total, 1, P, B)[:, :, None] - _half(total, 0, P, B)[:, None, :]).to(tl.float32))
     if P == 1:
-        a = tl.dot(tl.reshape(lower, (B, BK)), tl.trans(tl.reshape(upper, (B, BK))), input_precision=DOT)[
-            None, :, :
-        ]
+        upper = tl.trans(tl.reshape(upper, (B, BK)))
+        a = tl.dot(tl.reshape(lower, (B, BK)), upper, input_precision=DOT)[None, :, :]
     else:
         a = tl.dot(lower, tl.permute(upper, (0, 2, 1)), input_precision=DOT)
     return a * decay * _half(b, 0, P, B)[:, None, :]
@@ -110,8 +102,9 @@ def _invert(
 ):  # fmt: skip
     """out [C, C] = (I + a)^{-1}, a_ij = k_i . k_j exp(G_i - G_j) beta_j for j < i, C in {16, 32, 64}.
 
-    Substitution inside blocks of 16 rows, then block merges: a product of powers of `a` would be shorter and loses
-    every digit where keys repeat. Blocks pass through `scratch` [C + C / 2, 16], each in the shape its next use needs.
+    Substitution inside blocks of 16 rows, then block merges: a product of powers of `a` would be shorter and
+    loses every digit where keys repeat. Blocks pass through `scratch` [C + C / 2, 16], to be read again in the
+    shape that comes next.
     """
     N: tl.constexpr = C // 16
     i = tl.arange(0, 16)[None, :, None]
@@ -129,11 +122,8 @@ def _invert(
     if C >= 32:
         P: tl.constexpr = C // 32
         pair = scratch + tl.arange(0, P)[:, None, None] * 512 + i * 16 + j
-        corner = tl.dot(
-            _below_diagonal(k, k_stride, left, total, b, 16, K, P, 16, BK, DOT),
-            tl.load(pair),
-            input_precision=DOT,
-        )
+        a = _below_diagonal(k, k_stride, left, total, b, K, P, 16, BK, DOT)
+        corner = tl.dot(a, tl.load(pair), input_precision=DOT)
         corner = -tl.dot(tl.load(pair + 256), corner, input_precision=DOT)
         _store_blocks(out, corner, out_stride, left, 16, 0, 32, P, 16)
         _store_blocks(out, tl.zeros_like(corner), out_stride, left, 0, 16, 32, P, 16)
@@ -148,7 +138,7 @@ def _invert(
             first = tl.load(scratch + place, mask=inside, other=0.0)
             place += tl.where(r // 16 == c // 16, 512, 256)
             second = tl.load(scratch + place, mask=inside, other=0.0)
-            a = tl.reshape(_below_diagonal(k, k_stride, left, total, b, 32, K, 1, 32, BK, DOT), (32, 32))
+            a = tl.reshape(_below_diagonal(k, k_stride, left, total, b, K, 1, 32, BK, DOT), (32, 32))
             corner = tl.dot(a, first, input_precision=DOT)
             corner = -tl.dot(second, corner, input_precision=DOT)[None, :, :]
             _store_blocks(out, corner, out_stride, left, 32, 0, 0, 1, 32)

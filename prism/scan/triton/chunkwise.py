@@ -6,7 +6,7 @@ implementation is.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,7 +21,8 @@ from prism.scan.triton._chunkwise_backward import (
 )
 from prism.scan.triton._chunkwise_forward import prepare_kernel, scan_kernel, writes_kernel
 
-MAX_KEY_WIDTH = 128  # one program holds all K rows of a slice of the state
+MAX_WIDTH = 128
+"""The largest K and V taken: one program holds all K rows of a slice of the state."""
 
 
 class Launch(NamedTuple):
@@ -44,14 +45,21 @@ class Tuning(NamedTuple):
     keys_grad: Launch
 
 
-def tuning(dtype: torch.dtype, K: int, V: int) -> Tuning:
+def tuning(dtype: torch.dtype, V: int) -> Tuning:
     """Fixed launch settings: nothing is tuned at run time, so no shape costs a first call of minutes."""
-    width = max(16, triton.next_power_of_2(V))
-    narrow, wide = min(32, width), min(64, width)
     if dtype == torch.float32:
-        one, many = Launch(4, 1, narrow), Launch(8, 1, narrow)
-        return Tuning(32, one, one, *[many] * 6)
-    return Tuning(64, Launch(2, 1, wide), *[Launch(4, 2, wide)] * 3, *[Launch(4, 1, wide)] * 4)
+        block = min(32, _padded(V))
+        return Tuning(32, *[Launch(4, 1, block)] * 2, *[Launch(8, 1, block)] * 6)
+    return Tuning(64, Launch(2, 1, 64), *[Launch(4, 2, 64)] * 3, *[Launch(4, 1, 64)] * 4)
+
+
+def widths(dtype: torch.dtype, K: int, V: int) -> tuple[int, int]:
+    """The widths that the kernels run at. Half precision takes 64 and 128 alone and pads others with zeros:
+    each pair of widths is another program, and programs with matrix instructions of Hopper are run only where
+    their machine code has been checked (see `_chunkwise_forward.py`)."""
+    if dtype == torch.float32:
+        return K, V
+    return (64 if K <= 64 else 128), (64 if V <= 64 else 128)
 
 
 class Layout(NamedTuple):
@@ -86,17 +94,48 @@ def _padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
+def _widen(x: Any, dtype: torch.dtype, dims: tuple[int, ...]) -> Any:
+    """Zeros appended in `dims` up to the widths that the kernels run at."""
+    if x is None:
+        return None
+    shape = list(x.shape)
+    for dim in dims:
+        shape[dim] = widths(dtype, shape[dim], shape[dim])[0]
+    wide = x.new_zeros(shape)
+    wide[tuple(slice(n) for n in x.shape)] = x
+    return wide
+
+
+def _widened(q: Any, k: Any, v: Any, write_k: Any, write_v: Any, initial_state: Any) -> Any:
+    tokens = (_widen(x, q.dtype, (3,)) for x in (q, k, v))
+    return (
+        *tokens,
+        *(_widen(x, q.dtype, (4,)) for x in (write_k, write_v)),
+        _widen(initial_state, q.dtype, (2, 3)),
+    )
+
+
+def _narrowed(x: Any, like: Any) -> Any:
+    """x without the zeros that `_widen` appended to `like`."""
+    return None if like is None else x[tuple(slice(n) for n in like.shape)].contiguous()
+
+
+def _aligned(*tensors: Any) -> Any:
+    """Copies of tensors that do not start on 16 bytes, for which Triton would compile other programs."""
+    return [x if x is None or x.data_ptr() % 16 == 0 else x.clone() for x in tensors]
+
+
 def allocate(
     q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | None, *, tuned: Tuning | None = None
 ) -> list[Tensor]:
     """Each chunk's inverse and scores [2, B, T, HV, C], its decays [2, B, T, HV] in float32, e = v - Sbar k
     [B, T, HV, V], and the state at its start [chunks, HV, K, V]; but for the decays in the dtype of q."""
-    B, T, _, K = q.shape
-    HV, V = v.shape[2:]
-    C = (tuned or tuning(q.dtype, K, V)).chunk
+    B, T, HV, _ = v.shape
+    K, V = widths(q.dtype, q.shape[3], v.shape[3])
+    C = (tuned or tuning(q.dtype, V)).chunk
     chunks = B * triton.cdiv(T, C) if cu_seqlens is None else triton.cdiv(T, C) + cu_seqlens.shape[0] - 1
     decays = q.new_empty(2, B, T, HV, dtype=torch.float32)
-    return [q.new_empty(2, B, T, HV, C), decays, v.new_empty(v.shape), q.new_empty(chunks, HV, K, V)]
+    return [q.new_empty(2, B, T, HV, C), decays, v.new_empty(B, T, HV, V), q.new_empty(chunks, HV, K, V)]
 
 
 def forward(
@@ -106,18 +145,28 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    tuned = tuned or tuning(q.dtype, K, V)
+    if widths(q.dtype, K, V) != (K, V):
+        q, k, v, write_k, write_v, initial_state = _widened(q, k, v, write_k, write_v, initial_state)
+        o, final = forward(
+            q, k, v, log_decay, beta, write_k, write_v, scale, initial_state, cu_seqlens, saved, tuned=tuned
+        )
+        return o[..., :V].contiguous(), final[..., :K, :V].contiguous()
+    q, k, v, log_decay, beta, write_k, write_v, initial_state = _aligned(
+        q, k, v, log_decay, beta, write_k, write_v, initial_state
+    )
+    tuned = tuned or tuning(q.dtype, V)
     C, BK, wide = tuned.chunk, _padded(K), q.dtype == torch.float32
     dot = "ieee" if wide else "tf32x3"
     where = layout(B, T, C, cu_seqlens)
     packed = where.spans is not None
     tokens = (where.spans, scale, T, where.chunks_per_row, H, HV)
+    kept: list[Any]
     if saved:
-        (solve, scores), (grown, rest), error, states = saved
+        (solve, scores), (grown, rest), *kept = saved
     else:
         solve, scores = q.new_empty(2, B, T, HV, C)
         grown, rest = q.new_empty(2, B, T, HV, dtype=torch.float32)
-        error = states = None
+        kept = [None, None]
     final = q.new_empty(where.sequences, HV, K, V, dtype=torch.float32)
     o = torch.empty_like(v)
 
@@ -140,8 +189,8 @@ def forward(
 
     at = tuned.scan
     scan_kernel[(where.sequences * HV * triton.cdiv(V, at.v_block),)](
-        q, k, target, beta, solve, scores, grown, rest, write_o, write_state, initial_state, o, final, error,
-        states, where.offsets, where.chunk_start, scale, T, where.chunks_per_row, H, HV,
+        q, k, target, beta, solve, scores, grown, rest, write_o, write_state, initial_state, o, final, *kept,
+        where.offsets, where.chunk_start, scale, T, where.chunks_per_row, H, HV,
         K, V, C, BK, at.v_block, packed, dot, initial_state is not None, write_o is not None, bool(saved),
         num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
@@ -155,21 +204,35 @@ def backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    tuned = tuned or tuning(q.dtype, K, V)
+    do = torch.zeros_like(v) if do is None else do
+    if widths(q.dtype, K, V) != (K, V):
+        given = (q, k, v, log_decay, beta, write_k, write_v, initial_state)
+        q, k, v, write_k, write_v, initial_state = _widened(q, k, v, write_k, write_v, initial_state)
+        do, dstate = _widen(do, q.dtype, (3,)), _widen(dstate, q.dtype, (2, 3))
+        grads = backward(
+            do, dstate, q, k, v, log_decay, beta, write_k, write_v, scale, initial_state, cu_seqlens, saved,
+            tuned=tuned,
+        )  # fmt: skip
+        return tuple(_narrowed(x, like) for x, like in zip(grads, given, strict=True))
+    q, k, v, log_decay, beta, write_k, write_v, do, dstate = _aligned(
+        q, k, v, log_decay, beta, write_k, write_v, do, dstate
+    )
+    tuned = tuned or tuning(q.dtype, V)
     C, BK, wide = tuned.chunk, _padded(K), q.dtype == torch.float32
     dot = "ieee" if wide else "tf32x3"
     where = layout(B, T, C, cu_seqlens)
     packed, writes = where.spans is not None, write_k is not None
     L = write_k.shape[3] if write_k is not None else 0
     (solve, scores), (grown, rest), error, states = saved
-    do = torch.zeros_like(v) if do is None else do
 
     at = tuned.reverse
     dv = torch.empty_like(v)
     d_states = torch.empty_like(states)
     d_initial = q.new_empty(where.sequences, HV, K, V, dtype=torch.float32)
-    reverse_kernel[(where.sequences * HV * triton.cdiv(V, at.v_block),)](
-        q, k, beta, solve, scores, grown, rest, do, dstate, dv, d_states, d_initial,
+    slices = triton.cdiv(V, at.v_block)
+    kept = q.new_empty(B, T, HV, slices, dtype=torch.float32)
+    reverse_kernel[(where.sequences * HV * slices,)](
+        q, k, beta, solve, scores, grown, rest, error, do, dstate, dv, d_states, d_initial, kept,
         where.offsets, where.chunk_start, scale, T, where.chunks_per_row, H, HV,
         K, V, C, BK, at.v_block, packed, dot, dstate is not None, num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
@@ -209,12 +272,12 @@ def backward(
     d_log_decay, d_beta = torch.empty_like(log_decay), torch.empty_like(beta)
     keys_grad_kernel[(where.chunks * HV,)](
         q, k, beta, grown, rest, error, states, write_k, dv, d_states, by_scores, by_writes, gate_grad,
-        write_gate_grad, beta_grad, reads, dk, d_log_decay, d_beta, where.spans,
-        T, where.chunks_per_row, H, HV, L,
+        write_gate_grad, beta_grad, reads, kept, dk, d_log_decay, d_beta, where.spans,
+        T, where.chunks_per_row, H, HV, L, slices,
         K, V, C, BK, at.v_block, packed, dot, writes, num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
     if HV != H:
         dq = dq.unflatten(2, (H, HV // H)).sum(3).to(q.dtype)
         dk = dk.unflatten(2, (H, HV // H)).sum(3).to(k.dtype)
-    d_initial = None if initial_state is None else d_initial
-    return dq, dk, dv, d_log_decay, d_beta, d_write_k, d_write_v, d_initial
+    first = None if initial_state is None else d_initial
+    return dq, dk, dv, d_log_decay, d_beta, d_write_k, d_write_v, first
