@@ -1,6 +1,7 @@
 """Every bad input raises ValueError that names the argument, what was expected and what came."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,6 +152,14 @@ def test_triton_by_name_says_why_it_cannot_run(scan_cases, monkeypatch):
     monkeypatch.setitem(sys.modules, "prism.scan.triton", None)
     with pytest.raises(ValueError, match="backend 'triton' cannot run here: import of"):
         prism_scan(**scan_cases.make(), backend="triton")
+
+
+def test_triton_by_name_says_what_it_does_not_take(scan_cases, monkeypatch):
+    kernels = SimpleNamespace(why_not=lambda *inputs: f"{len(inputs)} inputs are too many", MAX_WIDTH=256)
+    monkeypatch.setattr("prism.scan._triton", lambda: kernels)
+    with pytest.raises(ValueError) as raised:
+        prism_scan(**scan_cases.make(), backend="triton")
+    assert str(raised.value) == "prism_scan: backend 'triton' cannot run here: 10 inputs are too many"
 
 
 def test_no_writes_may_be_written_as_none_or_as_length_zero(scan_cases):
