@@ -16,6 +16,12 @@ Symbols in the code. The batch of every product is X = chunks x value heads; R =
     gamma [X, 2, C, C]      the decay between reader and source, times scale for queries and -1 for keys
     A     [X, 2, C, R, C]   gamma . (qk x^T) = [scale P, -N], so that A w + reads S gives o and e - v at once
     reads, ends             qk, x times the decay (and sign) to the chunk's start and end
+
+Backward, with D the gradient of S_C and F [X, 2, C, V] that of o and of e, which is dv:
+
+    dw = A^T F + ends D,  of which row 0 is dU = d(beta e)       F_e = (I + N^0 diag(beta))^-T (beta P_e)
+    dS = exp(G_C) D + reads^T F                                  P_e = scale P^0^T do + ends_0 D
+    dA = F w^T,  dqk = (dA . gamma) x + decayed F S^T,  dx = (dA . gamma)^T qk + decayed w D^T
 """
 
 from __future__ import annotations
@@ -44,12 +50,12 @@ def chunked(
     output_final_state: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """The canonical inputs of `prism.scan._inputs`; returns o [B, T, HV, V] and the state [N, HV, K, V]."""
-    if torch.compiler.is_compiling() and any(_batched(t) for t in (q, k, v, log_decay, beta)):
+    tensors = (q, k, v, log_decay, beta, write_k, write_v, initial_state, cu_seqlens)
+    if torch.compiler.is_compiling() and any(map(_batched, tensors)):
         # Dynamo would inline the forward pass below vmap and differentiate that, past the backward pass
         # written here. A break leaves the vmapped call to eager mode.
         torch._dynamo.graph_break(msg="prism_scan: torch.compile does not trace backend 'chunked' under vmap")
     chunk = _chunk_length(q.shape[1], max(q.shape[3], v.shape[3]))
-    tensors = (q, k, v, log_decay, beta, write_k, write_v, initial_state, cu_seqlens)
     o, state, *_ = _Scan.apply(*tensors, scale, chunk)
     return o, state if output_final_state else None
 
@@ -245,8 +251,8 @@ class _Gradients(torch.autograd.Function):
         return tuple(grads), tuple(axes)
 
 
-def _batched(x: Tensor) -> bool:
-    return torch._C._functorch.is_batchedtensor(x)
+def _batched(x: Tensor | None) -> bool:
+    return x is not None and torch._C._functorch.is_batchedtensor(x)
 
 
 def _fold_axes(cu_seqlens: Tensor | None) -> list[int]:
