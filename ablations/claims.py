@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from ablations.statistics import Paired, paired_difference
@@ -39,7 +38,7 @@ _ON_ORDER: dict[str, tuple[Any, ...]] = {
     "qk_norm": (False, True),
 }
 _NAMES = {
-    "n_refine": "the refinement as a whole (writes, anchor and its convolution)",
+    "n_refine": "the refinement as a whole: writes, anchor and its convolution",
     "activation": "the activation phi",
     "anchor": "the anchor",
     "anchor_width": "the anchor's width",
@@ -123,27 +122,38 @@ def findings(rows: pd.DataFrame) -> list[Finding]:
     return result
 
 
-def headline(rows: pd.DataFrame) -> list[str]:
-    """One sentence a task: which arms solved it in how many seeds, or that all are alike."""
-    sentences = []
-    for _, of_task in _reported(rows).groupby("task", sort=False):
-        judged = [finding for finding in findings(of_task) if finding.field]
-        solved = _solved_counts(of_task)
-        if judged and all(finding.verdict == "alike" for finding in judged):
-            sentences.append(f"All arms that differ in one ingredient are alike ({_counts_text(solved)}).")
-        else:
-            sentences.append(f"Seeds that solved it: {_counts_text(solved)}.")
-    return sentences
+def headline(found: list[Finding]) -> list[str]:
+    """The findings of one task in a few lines: what raises accuracy, lowers it, does nothing, is open."""
+    credited = [finding for finding in found if finding.field]
+    if credited and all(finding.verdict == "alike" for finding in credited):
+        return ["All arms that differ in one ingredient alone are alike."]
+    rivals = [f.against for f in found if not f.field and f.verdict in ("alike", "lowers")]
+    lines = []
+    for words, verdicts in (
+        ("Raises accuracy", ("raises",)),
+        ("Lowers accuracy", ("lowers",)),
+        (f"Alike with and without, within {MARGIN:.0%} of the way from chance to ceiling", ("alike",)),
+        ("Not told apart", ("open", "none")),
+    ):
+        named = []
+        for finding in credited:
+            if finding.verdict in verdicts:
+                but = f" (but without it {' and '.join(rivals)} gets as far)" if rivals else ""
+                refines = finding.field == "n_refine" and finding.verdict == "raises"
+                named.append(_NAMES.get(finding.field, finding.field) + (but if refines else ""))
+        if named:
+            lines.append(f"{words}: {'; '.join(dict.fromkeys(named))}.")
+    return lines
 
 
 def sections(rows: pd.DataFrame) -> dict[str, list[str]]:
-    """Task -> the headline of the task and then every finding on it."""
-    tasks = list(dict.fromkeys(_reported(rows)["task"]))
+    """Task -> its headline, then every finding on it."""
     found = findings(rows)
-    return {
-        task: [sentence, *(finding.text for finding in found if finding.task == task)]
-        for task, sentence in zip(tasks, headline(rows), strict=True)
-    }
+    result = {}
+    for task in dict.fromkeys(_reported(rows)["task"]):
+        of_task = [finding for finding in found if finding.task == task]
+        result[str(task)] = [*headline(of_task), *(finding.text for finding in of_task)]
+    return result
 
 
 def multiplicity(found: list[Finding]) -> str:
@@ -171,11 +181,13 @@ def _judge(of_task: pd.DataFrame, arm: str, against: str) -> tuple[str, Paired |
         return "none", difference, f"{means}; one seed has no interval: no verdict."
     span = of_task["ceiling"].iloc[0] - of_task["chance"].iloc[0]
     numbers = (
-        f"{means}; difference {mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}], "
+        f"{means}; difference {_signed(mean)} [{_signed(difference.low)}, {_signed(difference.high)}], "
         f"p = {difference.p_value:.2g}, n = {n} pairs"
     )
     if max(abs(difference.low), abs(difference.high)) <= MARGIN * span:
-        return "alike", difference, f"alike ({numbers})."
+        below = max(float(v.mean()) for v in values) < of_task["ceiling"].iloc[0] - MARGIN * span
+        where = "" if below else ", at the ceiling, where little could show"
+        return "alike", difference, f"alike{where} ({numbers})."
     if difference.low > 0 or difference.high < 0:
         word = "raises" if mean > 0 else "lowers"
         if difference.p_value <= SIGNIFICANCE:
@@ -243,15 +255,5 @@ def _rank(field: str, value: Any) -> float:
     return float(value) if isinstance(value, (bool, int, float)) else 0.0
 
 
-def _solved_counts(of_task: pd.DataFrame) -> dict[str, tuple[int, int]]:
-    from ablations.statistics import solved
-
-    counts = {}
-    for arm, rows in of_task.groupby("arm", sort=False):
-        columns = [rows[name].to_numpy(dtype=float) for name in ("test_accuracy", "chance", "ceiling")]
-        counts[str(arm)] = int(np.sum(solved(*columns))), len(rows)
-    return counts
-
-
-def _counts_text(counts: dict[str, tuple[int, int]]) -> str:
-    return ", ".join(f"{arm} {hits} of {n}" for arm, (hits, n) in counts.items())
+def _signed(value: float) -> str:
+    return f"{round(value, 3) + 0.0:+.3f}"  # + 0.0: no "-0.000"

@@ -131,7 +131,7 @@ def accuracy_points(rows: pd.DataFrame, task: str, ax: Axes | None = None) -> Ax
     counts = of_task.groupby("arm", sort=False).size()
     ax.set_yticks(range(len(arms)), [f"{arm} (n = {counts[arm]})" for arm in arms])
     ax.set_ylim(len(arms) - 0.5, -0.5)
-    ax.set(xlabel="test accuracy (points: seeds; bar: mean, 95% interval)", title=task)
+    ax.set(xlabel="test accuracy", title=task)
     return ax
 
 
@@ -155,6 +155,9 @@ def draw_all(rows: pd.DataFrame, run: Path | str) -> list[Path]:
         )
         for ax in axes[1:] if same else []:
             ax.set_yticklabels([])
+        points.supxlabel(
+            "a point per seed; bar: mean of n seeds; band: its 95% bootstrap interval", fontsize=8
+        )
         return [save(curves, folder / "learning_curves"), save(points, folder / "accuracy")]
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prism import PrismModel
 
 DEFAULT = ("update_rank", "state_rank", "residual_decay")
+_PLOT_OPTIONS = {"state_rank": {"measure": "effective"}}  # numerically, states reach their bound at once
 _OF_THE_REFINEMENT = {
     "residual_decay",
     "step_cosines",
@@ -74,12 +75,16 @@ def draw(run: Path | str, name: str, task: str, arms: Sequence[str], sequences: 
     """Draw a measure, a panel per arm, into run/figures as PNG and PDF; returns the PNG's path."""
     with figures.paper_style():
         lines = name != "step_cosines"  # that one is a field
-        figure, axes = figures.panels(len(arms), sharey=lines)
+        figure, axes = figures.panels(len(arms), sharey=False)
         for ax, arm in zip(axes, arms, strict=True):
             data = measure(run, name, task, arm, sequences)
-            probes.plot(data, name, ax)
+            probes.plot(data, name, ax, **_PLOT_OPTIONS.get(name, {}))
             ax.set_title(f"{arm} on {task}\n{ax.get_title()}", fontsize=8)
         if lines:
+            # Limits are shared at the end: plots that set theirs would fix those of the panels after them.
+            low, high = zip(*(ax.get_ylim() for ax in axes), strict=True)
+            for ax in axes:
+                ax.set_ylim(min(low), max(high))
             for ax in axes[1:]:
                 ax.set_ylabel("")
         return figures.save(figure, Path(run) / "figures" / f"{name}_{_file_name(task)}")

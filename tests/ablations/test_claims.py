@@ -83,6 +83,10 @@ def test_a_difference_of_any_sure_sign_inside_the_margin_is_alike(make_rows):
     (found,) = claims.findings(rows)
     assert found.verdict == "alike"
     assert found.difference.low > 0
+    assert "alike, at the ceiling, where little could show" in found.text
+    rows["test_accuracy"] -= 0.2
+    (found,) = claims.findings(rows)
+    assert "identity): alike (PRISM 0.799" in found.text
 
 
 def test_seeds_are_paired_by_number(make_rows):
@@ -95,20 +99,26 @@ def test_seeds_are_paired_by_number(make_rows):
     assert found.verdict == "none"
 
 
-def test_headline_says_when_all_are_alike(make_rows):
+def test_headline_says_what_the_findings_come_to(make_rows):
     rows = make_rows(
         {
             ("xor", "PRISM"): ({}, [1.0] * 6),
             ("xor", "no GELU"): ({"activation": "identity"}, [1.0] * 6),
+            ("parity", "GDN"): ({"n_refine": 0}, LOW),
+            ("parity", "GDN + conv"): ({"n_refine": 0, "short_conv": 4}, HIGH),
             ("parity", "PRISM"): ({}, HIGH),
-            ("parity", "no GELU"): ({"activation": "identity"}, LOW),
+            ("parity", "no GELU"): ({"activation": "identity"}, HIGH[:3] + LOW[:3]),
         }
     )
-    first, second = claims.headline(rows)
-    assert {task: len(lines) for task, lines in claims.sections(rows).items()} == {"xor": 2, "parity": 2}
-    assert first == "All arms that differ in one ingredient are alike (PRISM 6 of 6, no GELU 6 of 6)."
-    assert second == "Seeds that solved it: PRISM 5 of 6, no GELU 0 of 6."
-    assert claims.multiplicity(claims.findings(rows)).startswith("2 comparisons, each at 5%")
+    found = claims.sections(rows)
+    assert found["xor"][0] == "All arms that differ in one ingredient alone are alike."
+    assert len(found["xor"]) == 2
+    assert found["parity"][:2] == [
+        "Raises accuracy: the short convolution on q, k, v; the refinement as a whole: writes, anchor and "
+        "its convolution (but without it GDN + conv gets as far).",
+        "Not told apart: the activation phi.",
+    ]
+    assert claims.multiplicity(claims.findings(rows)).startswith("5 comparisons, each at 5%")
 
 
 def test_direction_is_towards_the_arm_that_has_the_ingredient(make_rows):
