@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from prism.scan.chunked import chunked
 from prism.scan.recurrent import recurrent
 
 pytest.importorskip("triton")
@@ -113,15 +114,28 @@ def errors(
     }
 
 
-def check(found: dict[str, float], dtype: torch.dtype) -> None:
+def plain_errors(inputs: dict[str, Tensor | None]) -> dict[str, float]:
+    """Errors of the outputs of `chunked` in float32: how ill-conditioned the problem itself is."""
+    *tensors, initial = (None if x is None else x.float() for x in inputs.values())
+    scale = tensors[0].shape[-1] ** -0.5
+    exact = recurrent(*(None if x is None else x.double() for x in tensors), scale, initial.double(), None)
+    found = chunked(*tensors, scale, initial, None)
+    return {n: float((f - r).norm() / r.norm()) for n, f, r in zip(("o", "state"), found, exact, strict=True)}
+
+
+def check(found: dict[str, float], dtype: torch.dtype, plain: dict[str, float] | None = None) -> None:
+    """`plain`: the errors of plain PyTorch in the same dtype; twice those pass too."""
     output, gradient = BOUNDS[dtype]
-    wrong = {n: e for n, e in found.items() if not e <= (output if n in ("o", "state") else gradient)}
+    bound = {
+        n: max(output if n in ("o", "state") else gradient, 2 * (plain or {}).get(n, 0.0)) for n in found
+    }
+    wrong = {n: e for n, e in found.items() if not e <= bound[n]}
     assert not wrong, f"{wrong} beside {found}"
 
 
 def tuned(dtype: torch.dtype, K: int, V: int, chunk: int, warps: int | None = None) -> Tuning:
     """The launch settings of these widths with another chunk length or number of warps."""
-    _, *kernels = chunkwise.tuning(dtype, K, V)
+    _, *kernels = chunkwise.tuning(dtype, V)
     return Tuning(chunk, *(Launch(warps or at.warps, at.stages, at.v_block) for at in kernels))
 
 
@@ -194,7 +208,7 @@ def test_interpreted_offsets_never_lead_outside(offsets):
     *tensors, initial = inputs.values()
     cu = torch.tensor(offsets)
     saved = chunkwise.allocate(tensors[0], tensors[2], tensors[5], cu)
-    table = chunkwise.layout(1, 50, chunkwise.tuning(torch.float32, 16, 16).chunk, cu)
+    table = chunkwise.layout(1, 50, chunkwise.tuning(torch.float32, 16).chunk, cu)
     assert table.chunks == len(saved[3]) >= table.chunk_start[-1]
     assert table.spans.min() >= 0
     assert table.spans.max() <= 50
@@ -224,7 +238,7 @@ def test_interpreted_gradient_of_one_output_only():
 @pytest.mark.parametrize(("K", "V"), list(itertools.product((16, 32, 64, 128), repeat=2)))
 def test_every_width_and_warps(K, V, dtype, warps):
     """Triton 3.4 to 3.7.0 miscompiles some products on Hopper at some widths and numbers of warps only."""
-    at = tuned(dtype, K, V, chunkwise.tuning(dtype, K, V).chunk, warps)
+    at = tuned(dtype, K, V, chunkwise.tuning(dtype, V).chunk, warps)
     check(errors(make(1, 130, 1, 2, K, V, 2), dtype, "cuda", tuned=at), dtype)
 
 
@@ -266,7 +280,8 @@ def test_packed_sequences(offsets, dtype):
 @needs_gpu
 @pytest.mark.parametrize("beta", [0.9, 1.0, 1.9, 2.0])
 def test_repeated_keys(beta):
-    check(errors(repeated_keys(200, beta), torch.float32, "cuda"), torch.float32)
+    inputs = repeated_keys(200, beta)
+    check(errors(inputs, torch.float32, "cuda"), torch.float32, plain_errors(inputs))
 
 
 @pytest.mark.gpu

@@ -103,8 +103,8 @@ def _invert(
     """out [C, C] = (I + a)^{-1}, a_ij = k_i . k_j exp(G_i - G_j) beta_j for j < i, C in {16, 32, 64}.
 
     Substitution inside blocks of 16 rows, then block merges: a product of powers of `a` would be shorter and
-    loses every digit where keys repeat. Blocks pass through `scratch` [C + C / 2, 16], to be read again in the
-    shape that comes next.
+    loses every digit where keys repeat. Blocks pass through `scratch` [C + C / 2, 16], to be read again in
+    the shape that comes next.
     """
     N: tl.constexpr = C // 16
     i = tl.arange(0, 16)[None, :, None]

@@ -1,0 +1,167 @@
+"""The machine code of the chunk-parallel kernels for Hopper, searched for two faults of ptxas. Needs no GPU.
+
+Seen on an H200 with Triton 3.6.0 (ptxas 12.8): the kernels whose machine code has the second fault, and no
+others, gave wrong gradients or an illegal address.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+from prism.scan.triton import _chunkwise_backward as backward  # noqa: E402
+from prism.scan.triton import _chunkwise_forward as forward  # noqa: E402
+from prism.scan.triton import chunkwise  # noqa: E402
+
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+pytestmark = [
+    pytest.mark.skipif(not TOOL.exists(), reason="this Triton ships no nvdisasm"),
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="nothing is compiled under TRITON_INTERPRET=1"),
+]
+
+FLOAT32 = {
+    *(
+        "log_decay",
+        "beta",
+        "initial",
+        "final",
+        "d_final",
+        "d_initial",
+        "d_beta",
+        "d_log_decay",
+        "grown",
+        "rest",
+    ),
+    *("scratch", "gate_grad", "beta_grad", "write_gate_grad", "reads", "kept"),
+}
+INSTRUCTION = re.compile(r"(?:@!?U?P\d+ +)?(U[A-Z0-9_.]+|R2UR\S*|S2UR\S*) +(UR\d+|UP\d+),? ?(.*);")
+OFFSETS = {"spans", "offsets", "chunk_start"}
+COUNTS = {"T", "chunks_per_row", "H", "HV", "L", "slices"}
+
+
+def programs(
+    K: int, V: int, writes: bool, packed: bool, states: bool
+) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Name in `Tuning`, kernel and constants of everything that one forward and backward pass launches."""
+    at = chunkwise.tuning(torch.bfloat16, V)
+    base = {"K": K, "C": at.chunk, "BK": K, "PACKED": packed, "DOT": "tf32x3"}
+    slices = {"V": V, "BV": at.scan.v_block}
+    table = {} if packed else {"spans": None}
+    tables = {} if packed else {"offsets": None, "chunk_start": None}
+    no_writes = {} if writes else {"write_k": None, "by_writes": None}
+    yield "prepare", forward.prepare_kernel, {**base, **table, "WIDE": False}
+    if writes:
+        yield "writes", forward.writes_kernel, {**base, **slices, **table, "WIDE": False}
+        yield "writes_grad", backward.writes_grad_kernel, {**base, **slices, **table, "WIDE": False}
+    unused = {} if writes else {"write_o": None, "write_state": None}
+    unused.update({} if states else {"initial": None})
+    flags = {"INITIAL": states, "WRITES": writes}
+    yield "scan", forward.scan_kernel, {**base, **slices, **tables, **unused, **flags, "SAVE": True}
+    unused = {**unused, "error": None, "states": None}
+    yield "scan", forward.scan_kernel, {**base, **slices, **tables, **unused, **flags, "SAVE": False}
+    unused = {} if states else {"d_final": None}
+    yield "reverse", backward.reverse_kernel, {**base, **slices, **tables, **unused, "FINAL": states}
+    yield "scores_grad", backward.scores_grad_kernel, {**base, **slices, **table, "WIDE": False}
+    yield (
+        "queries_grad",
+        backward.queries_grad_kernel,
+        {**base, **slices, **table, **no_writes, "WRITES": writes},
+    )
+    unused = {**no_writes, **({} if writes else {"write_gate_grad": None})}
+    yield "keys_grad", backward.keys_grad_kernel, {**base, **slices, **table, **unused, "WRITES": writes}
+
+
+def machine_code(
+    kernel: Any, constants: dict[str, Any], dtype: str, at: chunkwise.Launch, folder: Path
+) -> str:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, attributes = {}, {}
+    for n, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in COUNTS:
+            signature[name] = "i32"
+        elif name == "scale":
+            signature[name] = "fp32"
+        else:
+            kind = "fp32" if name in FLOAT32 else "i64" if name in OFFSETS else dtype
+            signature[name] = f"*{kind}"
+            attributes[(n,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": at.warps, "num_stages": at.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    # A left operand in registers: `{sums}, {left}, descriptor`, not `{sums}, descriptor, descriptor`.
+    assert not re.search(r"wgmma\.mma_async[^;]*?\}, *\{", compiled.asm["ptx"])
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    return subprocess.run([TOOL, "-c", binary], capture_output=True, text=True, check=True).stdout
+
+
+def bad_sums(code: str) -> list[str]:
+    """High words of a 64-bit sum with a constant that do not start from zero.
+
+    The low word is a zero-extended address, so its high word is zero: `URZ`, or a register last set to it.
+    """
+    written: dict[str, str] = {}
+    found = []
+    for line in code.splitlines():
+        text = re.sub(r"/\*[0-9a-f]*\*/", "", line).strip()
+        match = re.match(
+            r"(?:@!?U?P\d+ +)?(U[A-Z0-9_.]+|R2UR\S*|S2UR\S*|LDC\S*) +(UR\d+|UP\d+),? ?(.*);", text
+        )
+        if not match:
+            continue
+        name, target, operands = match.groups()
+        source, *others = (x.strip() for x in operands.split(","))
+        if name == "UIADD3.X" and others and re.match(r"-?0x[0-9a-f]{6,}", others[0]):
+            zero = source == "URZ" or written.get(source, "").startswith("UMOV URZ")
+            found += [] if zero else [text]
+        written[target] = f"{name} {operands.strip()}"
+        if name.endswith(".64"):
+            written[f"UR{int(target[2:]) + 1}"] = name
+    return found
+
+
+def check(
+    K: int, V: int, writes: bool, packed: bool, states: bool, dtype: str, folder: Path, only: str = ""
+) -> None:
+    tuned = chunkwise.tuning(torch.bfloat16, V)
+    for name, kernel, constants in programs(K, V, writes, packed, states):
+        if only in ("", name):
+            code = machine_code(kernel, constants, dtype, getattr(tuned, name), folder)
+            assert not bad_sums(code), f"{name} at K = {K}, V = {V}, {dtype}, {constants}"
+
+
+def test_a_bad_sum_is_found():
+    """As nvdisasm printed them for a kernel that was wrong and for one that was right."""
+    wrong = """UIADD3 UR42, UP0, UR4, 0x2, URZ ;
+        UIADD3.X UR43, UR4, -0x7fffffe0, URZ, UP0, !UPT ;"""
+    right = """UIADD3 UR44, UP0, UR20, 0x2, URZ ;
+        UMOV UR20, URZ ;
+        UIADD3.X UR20, UR20, 0x40000040, URZ, UP0, !UPT ;"""
+    assert len(bad_sums(wrong)) == 1
+    assert bad_sums(right) == []
+
+
+@pytest.mark.parametrize("name", ["reverse", "queries_grad"])
+def test_machine_code_of_two_kernels(name, tmp_path):
+    check(64, 64, False, False, False, "bf16", tmp_path, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+def test_machine_code(K, V, writes, packed, states, dtype, tmp_path):
+    check(K, V, writes, packed, states, dtype, tmp_path)
