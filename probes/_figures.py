@@ -103,6 +103,11 @@ def reference(ax: Axes, y: Any, label: str, x: np.ndarray | None = None, color: 
         ax.plot(x, y, **style)
 
 
+def from_zero(ax: Axes) -> None:
+    """The y axis from 0 on, its top still automatic: axes that share it may have higher lines to come."""
+    ax.set_ylim(bottom=0, auto=None)
+
+
 def median(values: xr.DataArray, *keep: str) -> xr.DataArray:
     """Median over every dimension but those to keep: sequences, heads, seeds, whatever the dataset has."""
     return values.median([dim for dim in values.dims if dim not in keep])

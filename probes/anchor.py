@@ -241,7 +241,7 @@ def plot_anchor_horizon(ds: xr.Dataset, ax: Axes | None = None, *, max_layers: i
     ax.axvline(ds.attrs["anchor_width"], color="0.7", linewidth=0.9, linestyle=":", label="anchor's width")
     ax.set_xscale("log", base=2)
     ax.set_yscale("symlog", linthresh=1e-3)
-    ax.set_ylim(bottom=0)
+    _figures.from_zero(ax)
     title = _figures.count_label(ds, "sample", "token", "head")
     return _figures.finish(ax, "window $n$ [tokens]", "error of the read from $n$ tokens", title)
 

@@ -151,7 +151,7 @@ def plot_readout(ds: xr.Dataset, ax: Axes | None = None, *, token: int | None = 
         ax.plot([], [], "o", color="0.3", alpha=0.45, markersize=4.5, label="untrained (faint)")
     _figures.reference(ax, float(at.majority.sel(label="hidden").mean()), "majority")
     ax.set_xticks(layers)
-    ax.set_ylim(top=1.03)
+    ax.set_ylim(top=1.03, auto=None)  # the bottom stays automatic
     seeds = f"{ds.sizes['seed']} seeds, " if "seed" in ds.sizes else ""
     title = f"token {int(at.token)}, n = {seeds}{ds.attrs['n_sequences'] // 2} test sequences"
     _figures.finish(ax, "layer", "read-out accuracy", title, legend=False)

@@ -50,7 +50,7 @@ def plot_residual_decay(ds: xr.Dataset, ax: Axes | None = None, *, max_layers: i
         _figures.line_with_band(ax, ds.step.values, ds.ratio.sel(layer=layer), "step", i, f"layer {layer}")
     _figures.reference(ax, 1.0, "nothing removed")
     ax.set_xticks(ds.step.values)
-    ax.set_ylim(bottom=0)
+    _figures.from_zero(ax)
     title = _figures.count_label(ds, "sample", "token", "head")
     return _figures.finish(ax, "step $l$", r"$|r^l| \,/\, |r^1|$", title)
 

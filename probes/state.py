@@ -105,7 +105,7 @@ def plot_state_rank(
     _figures.reference(
         ax, ds.bound.max([dim for dim in ds.bound.dims if dim != "token"]).values, "bound", ds.token.values
     )
-    ax.set_ylim(bottom=0)
+    _figures.from_zero(ax)
     what = f", sum of {ds.attrs['window']} writes" if "window" in ds.attrs else " of the state"
     return _figures.finish(ax, "token", f"{measure} rank{what}", _figures.count_label(ds, "sample", "head"))
 

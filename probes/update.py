@@ -105,7 +105,7 @@ def plot_update_rank(
     for i, layer in enumerate(_figures.pick(ds.layer.values, max_layers)):
         _figures.line_with_band(ax, ds.token.values, values.sel(layer=layer), "token", i, f"layer {layer}")
     _figures.reference(ax, int(ds.bound.sel(matrix=matrix).max()), "bound")
-    ax.set_ylim(bottom=0)
+    _figures.from_zero(ax)
     name = {"write": "$B_t$", "update": r"$S_t - \alpha_t S_{t-1}$"}[matrix]
     return _figures.finish(
         ax, "token", f"{measure} rank of {name}", _figures.count_label(ds, "sample", "head")

@@ -69,6 +69,18 @@ def test_text_stays_inside_a_column(measured, helpers, name):
     assert min(t.get_fontsize() for t in ax.get_xticklabels()) >= 6
 
 
+@pytest.mark.parametrize("name", ["update_rank", "state_rank", "residual_decay", "anchor_horizon"])
+def test_panels_that_share_an_axis_show_every_line(measured, helpers, name):
+    ds = get(measured, helpers, name)
+    low = ds.map(lambda x: 0.1 * x if x.dtype.kind == "f" else x // 10, keep_attrs=True)
+    _, axes = plt.subplots(1, 2, sharey=True)
+    for panel, ax in zip((low, ds), axes, strict=True):
+        probes.plot(panel, name, ax)
+    highest = max(np.nanmax(line.get_ydata()) for line in axes[1].get_lines() if len(line.get_ydata()))
+    assert axes[1].get_ylim()[0] == 0
+    assert axes[1].get_ylim()[1] >= highest
+
+
 @pytest.mark.parametrize("name", [name for name in probes.MEASURES if name != "causal_share"])
 def test_seeds_are_joined_and_drawn(measured, helpers, name):
     one = get(measured, helpers, name)
