@@ -26,6 +26,14 @@ def inputs(T=11, d=12, B=2, seed=0, dtype=torch.float64):
     return torch.randn(B, T, d, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
+PHI = {
+    "gelu": lambda z: z * 0.5 * (1 + torch.erf(z / math.sqrt(2))),
+    "silu": lambda z: z / (1 + torch.exp(-z)),
+    "tanh": lambda z: 1 - 2 / (torch.exp(2 * z) + 1),
+    "identity": lambda z: z,
+}
+
+
 def by_the_equations(mixer, x):
     """y for one sequence x [T, d] with states as V x K matrices: one token, one value head, one step at a
     time.
@@ -33,90 +41,114 @@ def by_the_equations(mixer, x):
     c, w = mixer.config, dict(mixer.named_parameters())
     H, HV, K, V, L = c.n_heads, c.value_heads, c.key_dim, c.value_dim, c.n_refine
     rows = dict(zip(mixer.rows, w["in_proj"].split(list(mixer.rows.values())), strict=True))
-    phi = {"gelu": lambda z: z * 0.5 * (1 + torch.erf(z / math.sqrt(2))), "identity": lambda z: z}[
-        c.activation
-    ]
 
     def norm(z):
         return z / torch.sqrt((z * z).sum() + 1e-6)
+
+    def gate(z, kind):
+        return z if kind == "raw" else {"sigmoid": 1, "none": 1, "two_sigmoid": 2}[kind] / (1 + torch.exp(-z))
 
     def convolved(sequence, taps, t):
         width = taps.shape[1]
         return sum(taps[:, width - 1 - j] * sequence[t - j] for j in range(width) if t - j >= 0)
 
-    def anchor_at(t):
-        u = F.silu(convolved(x, w["anchor.conv"], t)) if c.anchor == "shortconv" else F.silu(x[t])
+    def anchor_at(t, reads):
+        if c.anchor == "state":
+            return torch.cat(reads)
+        u = convolved(x, w["anchor.conv"], t) if c.anchor == "shortconv" else x[t]
+        u = u if c.anchor == "none" else F.silu(u)
         return w["anchor.proj"] @ u if "anchor.proj" in w else u
+
+    def projections(u):
+        """kappa (None: the base key), p (None: 1) and b of u, each indexed by [value head, step]."""
+        n_keys, n_gains = {"own": L, "shared": 1, "base": 0}[c.refine_keys], 0 if c.gain == "one" else L
+        r = c.refine_rank
+        sizes = [n_keys * (r or HV * K), n_gains * (r or HV * V), HV * L]
+        keys, gains, gates = (w["refine.proj"] @ u).split(sizes)
+
+        def per_step(rows, up, steps, width):
+            if not steps:
+                return None
+            if r is None:
+                return rows.view(HV, steps, width)
+            low = rows.view(steps, r)
+            return (
+                torch.stack([w[up][l] @ low[l] for l in range(steps)]).view(steps, HV, width).transpose(0, 1)
+            )
+
+        kappa, p = per_step(keys, "refine.up_key", n_keys, K), per_step(gains, "refine.up_gain", n_gains, V)
+        kappa = kappa.expand(HV, L, K) if c.refine_keys == "shared" else kappa
+        p = torch.sigmoid(p) if c.gain == "sigmoid" else p
+        return kappa, p, gates.view(HV, L) + w.get("refine.gate_bias", 0.0)
 
     S = [x.new_zeros(V, K) for _ in range(HV)]
     projected = []
     outs = []
     for t in range(x.shape[0]):
-        u = anchor_at(t) if "refine.proj" in w else None
-        source = u if c.source == "anchor" else x[t]
+        source = anchor_at(t, None) if c.source == "anchor" else x[t]
         projected.append(torch.cat([rows[n] @ source for n in "qkv"]))
         z = convolved(projected, w["conv"], t) if c.short_conv else projected[t]
         z = F.silu(z) if c.qkv_activation == "silu" else z
         q, k, v = z.split([mixer.rows[n] for n in "qkv"])
-        if "refine.proj" in w:
-            n_keys, n_gains = HV * L * K, HV * L * V
-            if c.refine_rank is None:
-                kappas, gains, gates = (w["refine.proj"] @ u).split([n_keys, n_gains, HV * L])
-                kappas, gains = kappas.view(HV, L, K), gains.view(HV, L, V)
-            else:
-                r = c.refine_rank
-                low_k, low_p, gates = (w["refine.proj"] @ u).split([L * r, L * r, HV * L])
-                kappas = torch.stack([w["refine.up_key"][l] @ low_k.view(L, r)[l] for l in range(L)])
-                gains = torch.stack([w["refine.up_gain"][l] @ low_p.view(L, r)[l] for l in range(L)])
-                kappas, gains = kappas.view(L, HV, K).transpose(0, 1), gains.view(L, HV, V).transpose(0, 1)
-            gates = gates.view(HV, L)
+        q, k = ([norm(head) if c.qk_norm else head for head in z.view(-1, K)] for z in (q, k))
+        for j in range(HV):
+            if c.decay == "gdn":
+                rate = w["A_log"][j].exp() * torch.log1p(
+                    torch.exp((rows["decay"] @ source)[j] + w["dt_bias"][j])
+                )
+                S[j] = torch.exp(-rate) * S[j]
+            elif c.decay == "sigmoid":
+                S[j] = torch.sigmoid((rows["decay"] @ source)[j]) * S[j]
+        if L:
+            u = anchor_at(t, [S[j] @ k[j // (HV // H)] for j in range(HV)] if k else None)
+            kappas, gains, gates = projections(u)
         heads = []
         for j in range(HV):
             i = j // (HV // H)
-            qj, vj = q.view(H, K)[i], v.view(HV, V)[j]
-            qj = norm(qj) if c.qk_norm else qj
-            decay = (rows["decay"] @ source)[j]
-            if c.decay == "gdn":
-                alpha = torch.exp(-w["A_log"][j].exp() * torch.log1p(torch.exp(decay + w["dt_bias"][j])))
-            else:
-                alpha = torch.sigmoid(decay)
-            S[j] = alpha * S[j]
+            vj = v.view(HV, V)[j]
             writes = []
-            if "refine.proj" in w:
-                r = vj - u.view(HV, V)[j] if c.residual_start == "value-anchor" else vj
+            if L:
+                anchored = c.residual_start == "value-anchor" and c.anchor != "none"
+                r = vj - u.view(HV, V)[j] if anchored else vj
                 for l in range(L):
-                    kappa = norm(kappas[j, l]) if c.refine_key_norm else kappas[j, l]
-                    gain = torch.sigmoid(gains[j, l]) if c.gain == "sigmoid" else gains[j, l]
-                    bias = w["refine.gate_bias"][j, l] if "refine.gate_bias" in w else 0.0
-                    b = gates[j, l] + bias
-                    b = torch.sigmoid(b) if c.step_gate == "sigmoid" else b
-                    delta = phi(gain * r)
-                    r = r - delta
-                    writes.append((b, delta, kappa))
+                    if kappas is None:
+                        kappa = k[i]
+                    else:
+                        kappa = norm(kappas[j, l]) if c.refine_key_norm else kappas[j, l]
+                    delta = PHI[c.activation](r if gains is None else gains[j, l] * r)
+                    r = r - delta if c.residual == "subtract" else r
+                    writes.append((gate(gates[j, l], c.step_gate), delta, kappa))
             if c.erase == "step":
                 b, _, kappa = writes[0]
                 S[j] = S[j] - b * torch.outer(S[j] @ kappa, kappa)
-            else:
-                kj = norm(k.view(H, K)[i])
-                beta = torch.sigmoid((rows["beta"] @ source)[j])
-                S[j] = S[j] + beta * torch.outer(vj - S[j] @ kj, kj)
+            elif mixer.rows["beta"]:
+                beta = gate((rows["beta"] @ source)[j], c.erase)
+                old = S[j] @ k[i] if c.erase != "none" else torch.zeros_like(vj)
+                S[j] = S[j] + beta * torch.outer((vj if c.base_write else 0 * vj) - old, k[i])
             for b, delta, kappa in writes:
                 S[j] = S[j] + b * torch.outer(delta, kappa)
-            o = S[j] @ qj * (c.scale if c.scale is not None else K**-0.5)
+            o = S[j] @ q[i] * (c.scale if c.scale is not None else K**-0.5)
             heads.append(o / torch.sqrt((o * o).mean() + c.norm_eps) * w["norm"])
-        outs.append(w["out_proj"] @ (torch.cat(heads) * F.silu(rows["gate"] @ source)))
+        o = torch.cat(heads)
+        outs.append(w["out_proj"] @ (o * F.silu(rows["gate"] @ source) if c.output_gate else o))
     return torch.stack(outs), torch.stack(S)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("sizes", [{}, GROUPED], ids=["square", "grouped"])
-def test_presets_are_the_equations(preset, sizes):
-    mixer, x = build(preset, **sizes), inputs()
+def assert_equations(mixer):
+    with torch.no_grad():
+        mixer.norm += torch.arange(len(mixer.norm)) / 10
+    x = inputs()
     y, cache = mixer(x, use_cache=True)
     for b in range(2):
         expected, state = by_the_equations(mixer, x[b])
         torch.testing.assert_close(y[b], expected, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(cache.state[b].transpose(-1, -2), state, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("sizes", [{}, GROUPED], ids=["square", "grouped"])
+def test_presets_are_the_equations(preset, sizes):
+    assert_equations(build(preset, **sizes))
 
 
 AXES = {
@@ -145,7 +177,36 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in AXES.items() for v in values])
+INGREDIENTS = pytest.mark.parametrize(
+    ("name", "value"), [(n, v) for n, values in AXES.items() for v in values]
+)
+
+
+@INGREDIENTS
+def test_every_ingredient_is_its_equation(name, value):
+    assert_equations(build(**GROUPED, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base_write": False, "erase": "none"},
+        {"base_write": False, "erase": "none", "refine_keys": "base"},
+        {"base_write": False, "erase": "step", "refine_keys": "base"},
+        {"base_write": False, "erase": "step", "refine_keys": "shared", "step_gate": "two_sigmoid"},
+        {"erase": "none", "anchor": "state"},
+        {"erase": "none", "n_refine": 0},
+        {"base_write": False, "anchor": "state", "refine_keys": "base"},
+        {"refine_rank": 3, "refine_keys": "shared", "gain": "one"},
+        {"source": "anchor", "anchor": "none", "n_refine": 0},
+    ],
+    ids=str,
+)
+def test_ingredients_that_meet_are_their_equations(changes):
+    assert_equations(build(**GROUPED, **changes))
+
+
+@INGREDIENTS
 def test_every_ingredient_changes_the_output(name, value):
     x = inputs()
     base, other = build(n_heads=2), build(n_heads=2, **{name: value})
