@@ -1,6 +1,7 @@
 """Figures of a run. Every function draws on an Axes that it is given (or makes) and returns it.
 
-Colours are Okabe and Ito's; markers and line styles repeat them. Arms keep their look in every figure.
+Colours are Okabe and Ito's (grey for their yellow, which a thin line loses); markers and line styles repeat
+them. Arms keep their look in every figure.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#F0E442")
+COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (4, 2, 1, 2, 1, 2)))
 PANEL = (3.1, 2.6)
