@@ -107,7 +107,7 @@ def ablate(
         ),
     ] = None,
     device: Device = "cpu",
-    workers: Workers = 1,
+    workers: Workers = None,
     compile: Annotated[
         bool, typer.Option("--compile", help="Pass the training loss through torch.compile.")
     ] = False,
@@ -137,7 +137,7 @@ def ablate(
         wanted,
         out,
         device=device,
-        workers=workers or 1,
+        workers=runner.default_workers(device) if workers is None else workers,
         compile=compile,
         save_models=save_models,
         retry_failed=retry_failed,

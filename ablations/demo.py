@@ -131,8 +131,7 @@ def run_demo(
     from ablations import probing, report, runner
 
     started = time.perf_counter()
-    if workers is None:
-        workers = _default_workers(device)
+    workers = runner.default_workers(device) if workers is None else workers
     rows = runner.run(demo_grid(seeds), out, device=device, workers=workers, save_models=True)
     for measure, arms in INSIDE.items():
         probing.draw(out, measure, "mqar", arms)
@@ -164,10 +163,3 @@ def choose_learning_rates(out: Path | str, workers: int = 1) -> dict[str, Any]:
         "results_version": store.RESULTS_VERSION,
         "environment": store.environment("cpu"),
     }
-
-
-def _default_workers(device: str) -> int:
-    import os
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if device.startswith("cuda") else min(4, cores)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
+import os
 import queue
 import shutil
 import sys
@@ -81,6 +82,12 @@ def run(
     keys = {store.cell_key(cell.configuration()): (cell.task, cell.arm) for cell in report}
     store.retire(how.out, keys)
     return _rows([*(selection if grid.learning_rates else []), *report], how.out)
+
+
+def default_workers(device: str) -> int:
+    """One process per core, at most 4; one on a GPU, which a single ensemble fills."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 if device.startswith("cuda") else min(4, cores)
 
 
 def choose_learning_rates(rows: pd.DataFrame) -> dict[tuple[str, str], float]:
