@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,8 @@ def accuracy_by(
     split: str = "test",
     device: str = "cpu",
 ) -> pd.DataFrame:
-    """A row per (task, arm, seed, value of the slice): accuracy, chance-corrected accuracy, and how many answers it is of.
+    """A row per (task, arm, seed, value of the slice): accuracy, chance-corrected accuracy, and how many
+    answers it is of.
 
     by: a slice of the task ("position", "length", "distance", "pair", ...). The models are those that
     `run(..., save_models=True)` kept; each reads `rows` sequences of the split, drawn with its own seed.
@@ -78,9 +80,11 @@ def plot_by(
     bins: int = 24,
     ax: Axes | None = None,
 ) -> Axes:
-    """Chance-corrected accuracy against a slice: mean over seeds, bootstrap interval as a band, n in the labels.
+    """Chance-corrected accuracy against a slice: mean over seeds, bootstrap interval as a band, n in the
+    labels.
 
-    Slice values are gathered in at most `bins` equal intervals. trained_to: the longest training length, a vertical line.
+    Slice values are gathered in at most `bins` equal intervals. trained_to: the longest training length, a
+    vertical line.
     """
     import matplotlib.pyplot as plt
 
@@ -91,7 +95,7 @@ def plot_by(
     edges = np.unique(np.linspace(of_task[by].min(), of_task[by].max() + 1, bins + 1).round().astype(int))
     for arm, of_arm in of_task.groupby("arm", sort=False):
         middles, estimates = [], []
-        for low, high in zip(edges, edges[1:], strict=False):
+        for low, high in pairwise(edges):
             part = beyond(of_arm, by, int(low), int(high) - 1)
             if len(part):
                 middles.append((low + high - 1) / 2)
