@@ -36,6 +36,41 @@ def test_shapes_causality_and_gradients(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_the_skeleton_is_its_equations(name):
+    """Pre-norm residual blocks around the mixers, with norms away from 1 and an epsilon that shows."""
+    model, x = PrismModel(CONFIGS[name].replace(norm_eps=0.3), seed=0).double(), tokens()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("norm"):
+                parameter += torch.arange(len(parameter)) / 7
+    w = dict(model.named_parameters())
+
+    def norm(z, weight):
+        return z / (z.square().mean(-1, keepdim=True) + 0.3).sqrt() * weight
+
+    h = w["embedding"][x]
+    for i, block in enumerate(model.blocks):
+        h = h + block.mixer(norm(h, w[f"blocks.{i}.norm"]))
+        if CONFIGS[name].mlp_ratio:
+            z = norm(h, w[f"blocks.{i}.mlp_norm"]) @ w[f"blocks.{i}.up"].T
+            h = h + (z * (1 + torch.erf(z / 2**0.5)) / 2) @ w[f"blocks.{i}.down"].T
+    logits = norm(h, w["norm"]) @ w["embedding" if CONFIGS[name].tie_embeddings else "head"].T
+    torch.testing.assert_close(model(x), logits, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_initial_scale(name):
+    """Embedding N(0, 1), N(0, 1 / d) where tied; matrices uniform within 1 / sqrt(fan in)."""
+    tied = CONFIGS[name].tie_embeddings
+    model = PrismModel(CONFIGS[name].replace(vocab_size=3000), seed=0)
+    assert abs(float(model.embedding.detach().std()) * (8**0.5 if tied else 1) - 1) < 0.05
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith(("head", "up", "down", "out_proj", "in_proj", "refine.proj")):
+            bound = parameter.shape[-1] ** -0.5
+            assert 0.9 * bound < parameter.abs().max() <= bound, parameter_name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_decoding_token_by_token_is_the_parallel_pass(name):
     model, x = PrismModel(CONFIGS[name], seed=0).double(), tokens()
     whole = model(x)
@@ -208,6 +243,27 @@ def test_tokens_are_checked():
     for bad in (torch.zeros(3, dtype=torch.int64), torch.zeros(2, 3)):
         with pytest.raises(ValueError, match="tokens: expected integers of shape"):
             model(bad)
+
+
+def test_attention_is_its_equations():
+    """One token and one value head at a time; rotations as products of complex numbers."""
+    model = PrismModel(CONFIGS["attention"], seed=0).double()
+    mixer, x = model.blocks[0].mixer, torch.randn(1, 7, 8, dtype=torch.float64)
+    q, k, v = (mixer.in_proj @ x[0].T).T.split(list(mixer.rows.values()), 1)
+    q, k, v = q.view(7, 2, 5), k.view(7, 2, 5), v.view(7, 4, 5)
+    rate = attention.ROTARY_BASE ** (-torch.arange(2, dtype=torch.float64) / 2)
+
+    def rotated(z, t):
+        turned = torch.complex(z[:2], z[2:4]) * torch.exp(1j * t * rate)
+        return torch.cat([turned.real, turned.imag, z[4:]])
+
+    for t in range(7):
+        heads = []
+        for j in range(4):
+            query = rotated(q[t, j // 2], t)
+            weights = torch.stack([(query @ rotated(k[s, j // 2], s) / 5**0.5).exp() for s in range(t + 1)])
+            heads.append((weights / weights.sum()) @ v[: t + 1, j])
+        torch.testing.assert_close(mixer(x)[0, t], mixer.out_proj @ torch.cat(heads), rtol=1e-5, atol=1e-6)
 
 
 def test_attention_fused_and_explicit_agree(monkeypatch):
