@@ -28,17 +28,22 @@ def chance_corrected(value: Any, task: Task) -> Any:
 
 
 def exact_prefix(output: Tensor, targets: Int[Tensor, "n T"]) -> Float[Tensor, "..."]:
-    """Mean share of a row's scored positions that come before its first mistake (1.0: no mistake)."""
+    """Mean share of a row's scored positions that come before its first mistake (1.0: no mistake).
+
+    Rows in which nothing is scored (a word without a READ or a POP) do not count.
+    """
     scored = targets != IGNORE
     wrong = (predictions(output) != targets) & scored
     right_so_far = (wrong.long().cumsum(-1) == 0) & scored
-    return (right_so_far.sum(-1) / scored.sum(-1).clamp(min=1)).mean(-1)
+    asked = scored.sum(-1)
+    return (right_so_far.sum(-1) / asked.clamp(min=1)).sum(-1) / (asked > 0).sum(-1)
 
 
 def exact_rows(output: Tensor, targets: Int[Tensor, "n T"]) -> Float[Tensor, "..."]:
-    """Share of rows without a mistake."""
-    wrong = (predictions(output) != targets) & (targets != IGNORE)
-    return 1 - wrong.any(-1).float().mean(-1)
+    """Share of rows without a mistake, among rows in which something is scored."""
+    scored = targets != IGNORE
+    wrong = (predictions(output) != targets) & scored
+    return 1 - wrong.any(-1).sum(-1) / scored.any(-1).sum(-1)
 
 
 def by_slice(output: Tensor, batch: Batch) -> dict[str, dict[int, tuple[float, int]]]:

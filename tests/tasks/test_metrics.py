@@ -15,6 +15,25 @@ def test_only_scored_positions_count():
     assert float(tasks.exact_rows(GUESSES, TARGETS)) == 0.5
 
 
+def test_rows_in_which_nothing_is_scored_do_not_count():
+    silent = torch.full((3, 4), -100)
+    targets, guesses = torch.cat([TARGETS, silent]), torch.cat([GUESSES, silent + 109])
+    assert float(tasks.accuracy(guesses, targets)) == pytest.approx(5 / 6)
+    assert float(tasks.exact_prefix(guesses, targets)) == pytest.approx((1 / 3 + 1) / 2)
+    assert float(tasks.exact_rows(guesses, targets)) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "params"), [("flip_flop", {"min_length": 14}), ("stack", {"min_length": 6})]
+)
+def test_the_oracle_makes_no_mistake_in_words_without_a_question(name, params):
+    task = tasks.get(name, length=24, **params)
+    inputs, targets = task.batch(300)
+    assert ((targets != -100).sum(1) == 0).any()
+    got = tasks.scores(task.solve(inputs), task.batch(300))
+    assert (got["accuracy"], got["exact_prefix"], got["exact_rows"]) == (1, 1, 1)
+
+
 def test_logits_are_taken_by_their_largest():
     logits = torch.nn.functional.one_hot(GUESSES, 10).float()
     assert torch.equal(tasks.predictions(logits), GUESSES)
