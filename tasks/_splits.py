@@ -70,7 +70,7 @@ class CheckDigits:
         else:
             rest = inputs.scatter(1, columns, 0)
         # The integer product is exact, so both ways give the same number; only the CPU has the fast one.
-        h = (rest * weights).sum(1) if inputs.is_cuda else torch.mv(rest, weights)
+        h = torch.mv(rest, weights) if inputs.device.type == "cpu" else (rest * weights).sum(1)
         return scale_(mix_(h), self.ring)
 
     def assign_(
