@@ -53,7 +53,7 @@ def results(inputs: dict, backend: str, scan=None, upstream_seed: int = 1, **opt
     leaves = {n: inputs[n].detach().clone().requires_grad_() for n in FLOATING if inputs.get(n) is not None}
     o, state = scan(**{**inputs, **leaves}, output_final_state=True, backend=backend, **options)
     draw = torch.Generator().manual_seed(upstream_seed)
-    do, dstate = (torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.dtype) for x in (o, state))
+    do, dstate = (torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x) for x in (o, state))
     grads = torch.autograd.grad([o, state], list(leaves.values()), [do, dstate])
     return {"o": o, "final state": state} | {
         f"gradient of {n}": g for n, g in zip(leaves, grads, strict=True)

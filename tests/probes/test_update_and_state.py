@@ -1,5 +1,7 @@
 """Measures 1 and 2 against dense matrices: update rank, state rank, window rank."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -206,6 +208,8 @@ def test_long_sequences_on_a_gpu_form_no_matrix_per_token(helpers):
         pytest.skip("needs a CUDA GPU")
     model = helpers.make(d_model=256, n_heads=2, head_dim=128, dtype=torch.float32, n_layers=1).cuda()
     inputs = helpers.tokens(1, 4096).cuda()
+    gc.collect()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     probes.update_rank(model, inputs)
-    assert torch.cuda.max_memory_allocated() < 4096 * 2 * 128 * 128 * 4
+    assert torch.cuda.max_memory_allocated() - before < 4096 * 2 * 128 * 128 * 4
