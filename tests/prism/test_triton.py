@@ -328,6 +328,57 @@ def test_any_shape(B, T, H, group, K, V, L, state, seed):
     check(problem(B, T, H * group, K, V, L, H=H, device="cpu", seed=seed, state=state))
 
 
+def ptx_of_the_chunk_kernel(K, V, dtype, *, writes):
+    """Compiled for Hopper with the options that `resident` launches it with; needs no GPU."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from prism.scan.triton import resident
+    from prism.scan.triton._chunk_kernel import chunk_kernel
+
+    products = resident._products(dtype, K, V)
+    constants = {
+        "K": K,
+        "V": V,
+        "BK": K,
+        "BV": products.BV,
+        "C": resident.CHUNK,
+        "WRITES": writes,
+        "PACKED": False,
+    }
+    constants |= {"DOT": products.DOT, "PRECISION": products.PRECISION}
+    kind = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
+    others = {"scale": "fp32", "spans": "*i64"} | dict.fromkeys(("T", "N", "H", "HV", "L"), "i32")
+    others |= dict.fromkeys(("log_decay", "beta", "states", "adjoints", "dlog_decay"), "*fp32")
+    names = chunk_kernel.arg_names
+    signature = {name: "constexpr" if name in constants else others.get(name, kind) for name in names}
+    source = ASTSource(
+        chunk_kernel, signature, {(names.index(name),): value for name, value in constants.items()}
+    )
+    options = {"num_warps": products.num_warps, "num_stages": 1}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under TRITON_INTERPRET=1")
+@pytest.mark.parametrize(
+    ("K", "dtype"),
+    [(16, torch.float32), (64, torch.bfloat16)]
+    + [
+        pytest.param(K, dtype, marks=pytest.mark.slow)
+        for K in (16, 32, 64, 128, 256)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if (K, dtype) not in ((16, torch.float32), (64, torch.bfloat16))
+    ],
+    ids=str,
+)
+def test_no_product_becomes_the_instruction_that_is_compiled_wrongly(K, dtype):
+    """Triton 3.4 to 3.7 gets wgmma wrong on Hopper where an operand was computed; 16 rows are too few for it."""
+    ptx = ptx_of_the_chunk_kernel(K, K, dtype, writes=True)
+    assert "wgmma" not in ptx
+    assert "mma.sync" in ptx or "fma.rn.f32" in ptx
+
+
 # An operator like any other ---------------------------------------------------------------------------------
 
 

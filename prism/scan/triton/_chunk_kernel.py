@@ -2,17 +2,17 @@
 
 A token's rank-1 write and its L further writes are the same thing here, a source: a key x and a value w,
 namely (k, beta e) and the pairs (kappa^l, w^l). Later tokens meet a source through q (from its own token
-on) and through k (from the next token on), so each source costs the same few products of C x C tiles. No
-tile that a product gave is transposed for another product, which Triton 3.4 to 3.7 compiles wrongly on
-Hopper: transposed tiles are products of their own.
-
-With G the sum of log_decay in the chunk, gamma_si = exp(G_s - G_i), S_0 the state before the chunk, dS_C
-the adjoint after it, dR = dv, and sums over sources (x, w) understood:
+on) and through k (from the next token on). With G the sum of log_decay in the chunk, gamma_si = exp(G_s -
+G_i), S_0 the state before the chunk, dS_C the adjoint after it, dR = dv, and sums over sources (x, w)
+understood:
 
     dq_s = exp(G_s) S_0^T do_s + sum_{i<=s} gamma_si (do_s . w_i) x_i
     dk_s = -exp(G_s) S_0^T dR_s - sum_{i<s} gamma_si (dR_s . w_i) x_i + dx_s of the source (k, beta e)
     dx_i = exp(G_C - G_i) dS_C^T w_i
          + sum_{s>=i} gamma_si (do_s . w_i) q_s - sum_{s>i} gamma_si (dR_s . w_i) k_s
+
+Chunks have 16 rows: too few for wgmma, the matrix instruction that Triton 3.4 to 3.7 gets wrong on Hopper
+where an operand was computed. Products become mma.sync or, in float32, multiply-adds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _tile(base, stride, left, width, first, C: tl.constexpr, BLOCK: tl.constexpr
     r = tl.arange(0, C)
     at = first + tl.arange(0, BLOCK)
     ok = (r < left)[:, None] & (at < width)[None, :]
-    return tl.load(base + r.to(tl.int64)[:, None] * stride + at[None, :], mask=ok, other=0.0)
+    return tl.load(base + r[:, None] * stride + at[None, :], mask=ok, other=0.0)
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _upper(x):
 @triton.jit
 def _source(
     x_base, x_stride, w_base, w_stride, factor, q_base, k_base, k_stride, do_base, dv_base, v_stride, adjoint,
-    scale, gamma, gamma_t, to_end, left, dq, dk, pairs,
+    scale, gamma, to_end, left, dq, dk, pairs,
     V: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -68,24 +68,18 @@ def _source(
     state holds of it. Tiles are read where they are used: together they would not fit in registers."""
     by_q = tl.zeros([C, C], tl.float32)
     by_k = tl.zeros([C, C], tl.float32)
-    by_q_t = tl.zeros([C, C], tl.float32)
-    by_k_t = tl.zeros([C, C], tl.float32)
     dx = tl.zeros([C, BK], tl.float32)
     for first in range(0, V, BV):
         w = _tile(w_base, w_stride, left, V, first, C, BV).to(tl.float32) * factor[:, None]
         do = _tile(do_base, v_stride, left, V, first, C, BV)
         by_q = _dot(do, tl.trans(w), by_q, DOT, PRECISION)
-        by_q_t = _dot(w, tl.trans(do), by_q_t, DOT, PRECISION)
         dv = _tile(dv_base, v_stride, left, V, first, C, BV)
         by_k = _dot(dv, tl.trans(w), by_k, DOT, PRECISION)
-        by_k_t = _dot(w, tl.trans(dv), by_k_t, DOT, PRECISION)
         dx = _dot(w, _state(adjoint, K, V, first, BK, BV), dx, DOT, PRECISION)
 
     r = tl.arange(0, C)
     by_q *= gamma
     by_k *= tl.where(r[:, None] > r[None, :], -gamma, 0.0)
-    by_q_t *= gamma_t
-    by_k_t *= tl.where(r[:, None] < r[None, :], -gamma_t, 0.0)
     dx *= to_end[:, None]
     tl.debug_barrier()
     x = _tile(x_base, x_stride, left, K, 0, C, BK)
@@ -93,10 +87,10 @@ def _source(
     dq = _dot(by_q, x, dq, DOT, PRECISION)
     dk = _dot(by_k, x, dk, DOT, PRECISION)
     q = _tile(q_base, k_stride, left, K, 0, C, BK).to(tl.float32) * scale
-    dx = _dot(by_q_t, q, dx, DOT, PRECISION)
+    dx = _dot(tl.trans(by_q), q, dx, DOT, PRECISION)
     pairs += by_q * _dot(q, tl.trans(x), tl.zeros([C, C], tl.float32), DOT, PRECISION)
     k = _tile(k_base, k_stride, left, K, 0, C, BK)
-    dx = _dot(by_k_t, k, dx, DOT, PRECISION)
+    dx = _dot(tl.trans(by_k), k, dx, DOT, PRECISION)
     pairs += by_k * _dot(k, tl.trans(x), tl.zeros([C, C], tl.float32), DOT, PRECISION)
     tl.debug_barrier()
     return dq, dk, dx, pairs, flow
@@ -110,7 +104,7 @@ def chunk_kernel(
     WRITES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq and dk (per value head), dlog_decay, dwrite_k. A program: a chunk and value head."""
-    slot = tl.program_id(0).to(tl.int64) // HV
+    slot = tl.program_id(0) // HV
     h = tl.program_id(0) % HV
     if PACKED:
         # The last sequence whose first slot, floor(start / C) + n, is not past this one.
@@ -130,7 +124,7 @@ def chunk_kernel(
     else:
         chunks = tl.cdiv(T, C)
         chunk = slot % chunks
-        token = slot // chunks * T + chunk * C
+        token = (slot // chunks).to(tl.int64) * T + chunk * C
         left = T - chunk * C
     if left <= 0:
         return
@@ -146,17 +140,13 @@ def chunk_kernel(
     # Differences of sums: float64, or strong decays leave few digits to weak ones.
     G = tl.cumsum(g, 0)
     total = tl.sum(g, 0)
-    lag = (G[:, None] - G[None, :]).to(tl.float32)
-    causal = r[:, None] >= r[None, :]
-    gamma = tl.where(causal, tl.exp(tl.where(causal, lag, 0.0)), 0.0)
-    lag_t = (G[None, :] - G[:, None]).to(tl.float32)
-    causal_t = r[:, None] <= r[None, :]
-    gamma_t = tl.where(causal_t, tl.exp(tl.where(causal_t, lag_t, 0.0)), 0.0)
+    lag = tl.where(r[:, None] >= r[None, :], (G[:, None] - G[None, :]).to(tl.float32), float("-inf"))
+    gamma = tl.exp(lag)
     from_start = tl.exp(G.to(tl.float32))
     to_end = tl.exp((total - G).to(tl.float32))
 
-    state = states + (slot * HV + h) * K * V
-    adjoint = adjoints + (slot * HV + h) * K * V
+    state = states + tl.program_id(0).to(tl.int64) * K * V
+    adjoint = adjoints + tl.program_id(0).to(tl.int64) * K * V
     do += row * V
     dv += row * V
     dq_c = tl.zeros([C, BK], tl.float32)
@@ -169,14 +159,14 @@ def chunk_kernel(
             write = (row * L + l) * K
             dq_c, dk_c, dx, pairs, flow_l = _source(
                 write_k + write, HV * L * K, write_v + (row * L + l) * V, HV * L * V, once,
-                q, k, H * K, do, dv, HV * V, adjoint, scale, gamma, gamma_t, to_end, left, dq_c, dk_c, pairs,
+                q, k, H * K, do, dv, HV * V, adjoint, scale, gamma, to_end, left, dq_c, dk_c, pairs,
                 V, K, C, BK, BV, DOT, PRECISION,
             )  # fmt: skip
             flow += flow_l
             _put(dwrite_k + write, HV * L * K, left, K, dx, C, BK)
     dq_c, dk_c, dx, pairs, flow_k = _source(
         k, H * K, e + row * V, HV * V, beta_c,
-        q, k, H * K, do, dv, HV * V, adjoint, scale, gamma, gamma_t, to_end, left, dq_c, dk_c, pairs,
+        q, k, H * K, do, dv, HV * V, adjoint, scale, gamma, to_end, left, dq_c, dk_c, pairs,
         V, K, C, BK, BV, DOT, PRECISION,
     )  # fmt: skip
     flow += flow_k
@@ -221,4 +211,4 @@ def _put(base, stride, left, width, x, C: tl.constexpr, BLOCK: tl.constexpr):
     r = tl.arange(0, C)
     at = tl.arange(0, BLOCK)
     ok = (r < left)[:, None] & (at < width)[None, :]
-    tl.store(base + r.to(tl.int64)[:, None] * stride + at[None, :], x.to(base.dtype.element_ty), mask=ok)
+    tl.store(base + r[:, None] * stride + at[None, :], x.to(base.dtype.element_ty), mask=ok)

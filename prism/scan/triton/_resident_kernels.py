@@ -26,7 +26,7 @@ import triton.language as tl
 @triton.jit
 def _sequence(i, live, spans, T, HV, C: tl.constexpr, PACKED: tl.constexpr):
     """First token, number of tokens and slot of the first chunk of the (sequence, value head) pairs i."""
-    n = i // HV
+    n = (i // HV).to(tl.int64)
     if PACKED:
         # The offsets may say anything: what lies outside [0, T] is never touched.
         start = tl.minimum(tl.maximum(tl.load(spans + n, mask=live, other=0).to(tl.int64), 0), T)
@@ -119,7 +119,7 @@ def forward_kernel(
 ):  # fmt: skip
     """o and the last state; with SAVE e, and the state before each chunk. A program: G pairs, BV columns."""
     BK: tl.constexpr = KR * KL
-    first = tl.program_id(0).to(tl.int64) * G
+    first = tl.program_id(0) * G
     col = tl.arange(0, G * BV)
     i_g = first + tl.arange(0, G)
     i = first + col // BV
@@ -133,7 +133,7 @@ def forward_kernel(
     entry = ki * V + _wide(vi)
     inside = (ki < K) & _wide((vi < V) & (i < pairs))
     if INITIAL:
-        S = tl.load(initial + _wide(i * K * V) + entry, mask=inside, other=0.0)
+        S = tl.load(initial + _wide(i.to(tl.int64) * K * V) + entry, mask=inside, other=0.0)
     else:
         S = tl.zeros([KR, KL, G * BV], tl.float32)
 
@@ -178,7 +178,7 @@ def forward_kernel(
             if SAVE:
                 tl.store(e + at, e_t.to(e.dtype.element_ty), mask=ok)
         t += U
-    tl.store(last + _wide(i * K * V) + entry, S, mask=inside)
+    tl.store(last + _wide(i.to(tl.int64) * K * V) + entry, S, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["dinitial", "adjoints"])
@@ -192,7 +192,7 @@ def reverse_kernel(
     """dv, dwrite_v, this slice's share of dbeta, the gradient of the initial state, and the adjoint of the
     state after each chunk. A program: G pairs, BV columns."""
     BK: tl.constexpr = KR * KL
-    first = tl.program_id(0).to(tl.int64) * G
+    first = tl.program_id(0) * G
     col = tl.arange(0, G * BV)
     i_g = first + tl.arange(0, G)
     i = first + col // BV
@@ -205,7 +205,7 @@ def reverse_kernel(
     entry = ki * V + _wide(vi)
     inside = (ki < K) & _wide((vi < V) & (i < pairs))
     if LAST:
-        dS = tl.load(dlast + _wide(i * K * V) + entry, mask=inside, other=0.0)
+        dS = tl.load(dlast + _wide(i.to(tl.int64) * K * V) + entry, mask=inside, other=0.0)
     else:
         dS = tl.zeros([KR, KL, G * BV], tl.float32)
 
@@ -254,4 +254,4 @@ def reverse_kernel(
             dS = _wide(tl.exp(g_t)) * (dS - k_t * _wide(dR))
         t -= U
     if INITIAL:
-        tl.store(dinitial + _wide(i * K * V) + entry, dS, mask=inside)
+        tl.store(dinitial + _wide(i.to(tl.int64) * K * V) + entry, dS, mask=inside)

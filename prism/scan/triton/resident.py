@@ -166,7 +166,7 @@ def backward(
     chunk_kernel[(_slots(B, T, cu_seqlens) * HV,)](
         q, k, log_decay, beta, _or(write_k, q), _or(write_v, q), do, e, dv, states, adjoints,
         _or(cu_seqlens, q), dq, dk, dlog_decay, _or(dwrite_k, dq), scale, T, N, H, HV, L,
-        K=K, V=V, BK=BK, C=CHUNK, WRITES=L > 0, PACKED=packed, **products._asdict(),
+        K=K, V=V, BK=BK, C=CHUNK, WRITES=L > 0, PACKED=packed, num_stages=1, **products._asdict(),
     )  # fmt: skip
     if shared:
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(q.dtype) for x in (dq, dk))
