@@ -11,7 +11,17 @@ import hashlib
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def exempt_from_weight_decay(*parameters: nn.Parameter | None) -> None:
+    """Flags parameters `_no_weight_decay`, which optimisers here look for.
+
+    Copying a parameter loses the flag, so modules set it in `__setstate__` too (copy.deepcopy, pickle).
+    """
+    for parameter in parameters:
+        if parameter is not None:
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
 
 class Initializer:

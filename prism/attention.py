@@ -85,6 +85,10 @@ class Attention(nn.Module):
     ) -> Any:
         """y; with `use_cache` also the cache after the last token."""
         config, points = self.config, self.points
+        if cache is not None:
+            (B, _, *size), expected = cache[0].shape, [x.shape[0], config.n_heads, config.key_dim]
+            if [B, *size] != expected:
+                raise ValueError(f"cache: expected keys of [B, H, K] = {expected}, came {[B, *size]}")
         q, k, v = F.linear(x, self.in_proj).split(list(self.rows.values()), -1)
         start = 0 if cache is None else cache[0].shape[1]
         q = rotate(q.unflatten(-1, (config.n_heads, -1)), start)

@@ -35,7 +35,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from prism._hookpoints import HookPoints, Pinned, on_gradient, on_gradients
-from prism._init import Initializer
+from prism._init import Initializer, exempt_from_weight_decay
 from prism.anchor import Anchor, causal_conv
 from prism.config import PrismConfig
 from prism.refinement import Factors, Pins, Refined, Refinement, l2_norm, squash, true_read
@@ -155,12 +155,11 @@ class PrismMixer(nn.Module):
         self.points = HookPoints(*self.point_shapes(1, 1))
         self.initialize(Initializer(seed))
         self.to(dtype=dtype)
-        self._flag_decay()
+        exempt_from_weight_decay(self.A_log, self.dt_bias)
 
-    def _flag_decay(self) -> None:
-        for parameter in (self.A_log, self.dt_bias):
-            if parameter is not None:
-                parameter._no_weight_decay = True  # type: ignore[attr-defined]
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        exempt_from_weight_decay(self.A_log, self.dt_bias)
 
     @torch.no_grad()
     def initialize(self, init: Initializer) -> None:
@@ -191,9 +190,19 @@ class PrismMixer(nn.Module):
     ) -> Any:
         """y [B, T, d]; with `use_cache` also the cache after the last token, to be passed with the tokens
         that follow.
+
+        Raises:
+            ValueError: x of another shape, or a cache of another batch or mixer.
         """
         config, points = self.config, self.points
+        if x.ndim != 3 or x.shape[-1] != config.d_model:
+            raise ValueError(f"x: expected shape [B, T, d_model={config.d_model}], came {list(x.shape)}")
         before = PrismCache(*cache) if cache is not None else None
+        if before is not None:
+            shape = [x.shape[0], config.value_heads, config.key_dim, config.value_dim]
+            if list(before.state.shape) != shape:
+                came = list(before.state.shape)
+                raise ValueError(f"cache: expected a state of shape [B, HV, K, V] = {shape}, came {came}")
         u, anchor_tail = None, None
         if self.anchor is not None:
             u, anchor_tail = self.anchor(x, before.anchor if before else None)

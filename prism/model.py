@@ -123,10 +123,18 @@ class PrismModel(Hooked):
     ) -> Any:
         """logits; with `use_cache` also the cache (one entry per layer), to be passed with the tokens that
         follow.
+
+        Raises:
+            ValueError: tokens that are no integers [B, T] with B, T >= 1, or a cache of another model or
+                batch. Ids outside the vocabulary are the embedding's error (on a GPU an assertion).
         """
-        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
+        if not isinstance(tokens, Tensor):
+            raise ValueError(f"tokens: expected integers of shape [B, T], came {type(tokens).__name__}")
+        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32) or not tokens.numel():
             came = f"{tokens.dtype} of shape {list(tokens.shape)}"
-            raise ValueError(f"tokens: expected integers of shape [B, T], came {came}")
+            raise ValueError(f"tokens: expected integers of shape [B, T] with B, T >= 1, came {came}")
+        if cache is not None and len(cache) != len(self.blocks):
+            raise ValueError(f"cache: expected one entry per layer, {len(self.blocks)}, came {len(cache)}")
         x = F.embedding(tokens, self.embedding)
         if self.points.active:
             x = self.points.fire("embed", x)
@@ -211,6 +219,7 @@ class PrismModel(Hooked):
                 f"directory: expected weights that fit its config.json, came {wrong[0]} of shape "
                 f"{came.get(wrong[0])} where {wanted.get(wrong[0])} is expected ({len(wrong)} differ)"
             )
-        for name, parameter in model.named_parameters():
-            parameter.data = weights[name].to(device or parameter.device)
+        # The state dict, not the parameters alone: a registered mixer may have buffers.
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            tensor.data = weights[name].to(device or tensor.device)
         return model

@@ -15,14 +15,14 @@ Nothing here reads the state, except the serial anchor at the end of the file.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from prism._init import Initializer
+from prism._init import Initializer, exempt_from_weight_decay
 from prism.config import PrismConfig
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -110,7 +110,11 @@ class Refinement(nn.Module):
         self.gate_bias = None
         if config.step_gate_bias is not None:
             self.gate_bias = nn.Parameter(torch.empty(HV, L))
-            self.gate_bias._no_weight_decay = True  # type: ignore[attr-defined]
+        exempt_from_weight_decay(self.gate_bias)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        exempt_from_weight_decay(self.gate_bias)
 
     @torch.no_grad()
     def initialize(self, init: Initializer) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from prism import PrismConfig, PrismMixer
 from prism.config import PRESETS
 from prism.mixer import MIXERS, register
+from prism.refinement import l2_norm
 
 GROUPED = {"n_heads": 2, "n_value_heads": 4, "head_dim": 5, "expand_v": 1.4}
 
@@ -379,6 +380,25 @@ def test_bfloat16_autocast_keeps_the_state_in_float32(preset):
     assert cache.state.dtype == torch.float32
     assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in mixer.parameters())
     assert (y - mixer(x)).abs().max() < 0.1 * mixer(x).abs().max()
+
+
+def test_decays_and_norms_are_computed_in_float32():
+    """bfloat16 has 8 bits: no room for a decay close to 1 over many tokens, or the norm of a wide key."""
+    mixer, x = build("gdn", dtype=torch.bfloat16, **GROUPED), inputs(T=20, dtype=torch.bfloat16)
+    with torch.no_grad():
+        log_decay = mixer._project(x, None)[5]
+        rows = mixer.in_proj[-4:]
+    assert log_decay.dtype == torch.float32
+    rate = F.softplus(F.linear(x, rows).float() + mixer.dt_bias.float())
+    torch.testing.assert_close(log_decay, -mixer.A_log.float().exp() * rate, rtol=1e-6, atol=0)
+    wide = inputs(d=256, dtype=torch.bfloat16)
+    assert torch.equal(l2_norm(wide), l2_norm(wide.float()).bfloat16())
+
+
+def test_inputs_of_another_shape_are_refused():
+    for bad in (torch.zeros(2, 3, 11), torch.zeros(3, 12)):
+        with pytest.raises(ValueError, match=r"x: expected shape \[B, T, d_model=12\], came \["):
+            build(dtype=torch.float32)(bad)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

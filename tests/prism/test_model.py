@@ -1,6 +1,8 @@
 """The skeleton: seeds, ensembles, causality, caches, saving; and attention as its other mixer."""
 
+import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -240,9 +242,62 @@ def test_variant_keeps_weights_and_says_what_is_missing():
 
 def test_tokens_are_checked():
     model = PrismModel(CONFIGS["gdn"], seed=0)
-    for bad in (torch.zeros(3, dtype=torch.int64), torch.zeros(2, 3)):
+    whole = torch.zeros(2, 3, dtype=torch.int64)
+    for bad in (whole[0], whole.float(), whole > 0, whole[:, :0], whole[:0], [[1, 2]]):
         with pytest.raises(ValueError, match="tokens: expected integers of shape"):
             model(bad)
+
+
+@pytest.mark.parametrize("name", ["prism", "attention"])
+def test_caches_of_another_model_or_batch_are_refused(name):
+    model = PrismModel(CONFIGS[name], seed=0)
+    _, cache = model(tokens(), use_cache=True)
+    with pytest.raises(ValueError, match="cache: expected one entry per layer, 2, came 1"):
+        model(tokens(), cache[:1])
+    with pytest.raises(ValueError, match=r"cache: expected .* = \[1, .*, came \[2, "):
+        model(tokens(B=1), cache)
+    other = PrismModel(CONFIGS[name].replace(n_heads=1, n_value_heads=2, head_dim=2, expand_v=1), seed=0)
+    with pytest.raises(ValueError, match=r"cache: expected .* = \[2, .*, came \[2, "):
+        other(tokens(), cache)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_copies_and_pickles_are_whole_and_independent(preset):
+    model, x = PrismModel(CONFIGS[preset], seed=0), tokens()
+    exempt = {n for n, p in model.named_parameters() if getattr(p, "_no_weight_decay", False)}
+    assert {n.rpartition(".")[2] for n in exempt} == {
+        "gdn": {"A_log", "dt_bias"},
+        "prism": {"A_log", "dt_bias"},
+        "paper": set(),
+        "closed_form": {"A_log", "dt_bias", "gate_bias"},
+    }[preset]
+    expected = model(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), expected)
+        assert {n for n, p in other.named_parameters() if getattr(p, "_no_weight_decay", False)} == exempt
+        with other.hooks([("blocks.*.mixer.v", lambda t, *, hook: 0 * t)]):
+            assert torch.equal(model(x), expected)
+            assert not torch.equal(other(x), expected)
+        with torch.no_grad():
+            other.embedding.zero_()
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_members_may_share_all_parameters_but_one(name):
+    """vmap of functional_call with in_dims None for what is shared, and gradients on that one alone."""
+    first, second = (PrismModel(CONFIGS[name], seed=i).double() for i in range(2))
+    x, shared = tokens(), {n: p.detach() for n, p in first.named_parameters()}
+    for own, value in shared.items():
+        stacked = torch.stack([value, second.get_parameter(own).detach()]).requires_grad_()
+        in_dims = ({n: 0 if n == own else None for n in shared},)
+        logits = vmap(lambda p: functional_call(first, p, (x,)), in_dims)({**shared, own: stacked})
+        mixed = {**shared, own: stacked[1]}
+        expected = functional_call(first, mixed, (x,))
+        torch.testing.assert_close(logits[1], expected, rtol=1e-10, atol=1e-12)
+        (got,) = torch.autograd.grad(logits[1].square().sum(), stacked)
+        (want,) = torch.autograd.grad(expected.square().sum(), stacked)
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
 def test_attention_is_its_equations():
