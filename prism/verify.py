@@ -397,7 +397,8 @@ def transformers_layer(device: Any, dtype: torch.dtype, backend: str) -> Iterato
             theirs(x, cache)
         at = f"H = {H}, HV = {HV}"
         yield f"output, {at}", y, y_expected
-        state_expected = cache.layers[0].recurrent_states[0]  # get_recurrent_state is younger than 5.17
+        layer: Any = cache.layers[0]
+        state_expected = layer.recurrent_states[0]  # get_recurrent_state is younger than 5.17
         assert state_expected is not None
         yield f"state, {at}", state, state_expected
         yield f"gradient of x, {at}", _grad(inputs[0]), _grad(inputs[1])
