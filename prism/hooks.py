@@ -140,7 +140,7 @@ class Hooked(nn.Module):
         positions: Sequence[int] | None = None,
     ) -> int:
         """Bytes that `run_with_cache` on tokens of that shape [B, T] would hold, factors for `state`
-        included.
+        included (under autocast no more than these).
         """
         dtype = next(self.parameters()).dtype
         wide = torch.promote_types(dtype, torch.float32)
@@ -308,12 +308,22 @@ def patch_state(layer: int, position: int, state: Float[Tensor, "B HV K V"]) -> 
     The read of that token itself is made before; reads of all later tokens see the patch.
     """
     return f"blocks.{layer}.mixer.state", at(
-        position, lambda tensor, *, hook: state.to(tensor).unsqueeze(1).expand_as(tensor)
+        position, lambda tensor, *, hook: _spread("state", state, tensor[:, 0]).unsqueeze(1)
     )
 
 
 def _layer_name(layer: int | None, point: str) -> str:
     return f"blocks.{'*' if layer is None else layer}.mixer.{point}"
+
+
+def _spread(name: str, value: Tensor | float, tensor: Tensor) -> Tensor:
+    """`value` with the shape, dtype and device of the tensor that it is put in place of."""
+    value = torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
+    try:
+        return value.expand_as(tensor)
+    except RuntimeError:
+        expected, came = list(tensor.shape), list(value.shape)
+        raise ValueError(f"{name}: expected a shape that broadcasts to {expected}, came {came}") from None
 
 
 def _mask(tensor: Tensor, step: Any, tokens: Any, heads: Any, step_dim: int = 3) -> Tensor:
@@ -329,14 +339,15 @@ def _mask(tensor: Tensor, step: Any, tokens: Any, heads: Any, step_dim: int = 3)
             else torch.as_tensor(chosen)
         )
         index = index.to(tensor.device)
-        if (
-            index.dtype != torch.bool
-            and index.numel()
-            and not (-size <= int(index.min()) and int(index.max()) < size)
-        ):
+        if index.dtype == torch.bool:
+            if index.shape != (size,):
+                raise ValueError(f"{what}: expected a mask of {size}, came one of shape {list(index.shape)}")
+        elif index.is_floating_point() and index.numel():
+            raise ValueError(f"{what}: expected indices or a mask, came {chosen!r}")
+        elif index.numel() and not (-size <= int(index.min()) and int(index.max()) < size):
             raise ValueError(f"{what}: expected indices in [{-size}, {size}), came {chosen!r}")
         line = torch.zeros(size, dtype=torch.bool, device=tensor.device)
-        line[index] = True
+        line[index if index.numel() else index.long()] = True
         mask = mask & line.view([-1 if d == dim else 1 for d in range(tensor.ndim)])
     return mask.expand_as(tensor)
 
@@ -368,8 +379,10 @@ def scale_step(
 def knock_out(
     layer: int | None = None, step: Any = None, *, tokens: Any = None, heads: Any = None, point: str = "delta"
 ) -> Intervention:
-    """`scale_step` with factor 0; step None: the whole refinement."""
-    return scale_step(layer, step, 0.0, tokens=tokens, heads=heads, point=point)
+    """`replace_step` by 0, whatever was there (0 times infinity is no knock-out); step None: the whole
+    refinement.
+    """
+    return replace_step(layer, step, 0.0, tokens=tokens, heads=heads, point=point)
 
 
 def replace_step(
@@ -388,8 +401,7 @@ def replace_step(
         raise ValueError(f"point: expected delta or write_v, came {point!r}")
 
     def replace(tensor: Tensor, *, hook: Hook) -> Pinned:
-        values = torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device).expand_as(tensor)
-        return Pinned(values, _mask(tensor, step, tokens, heads))
+        return Pinned(_spread("value", value, tensor), _mask(tensor, step, tokens, heads))
 
     return _layer_name(layer, point), replace
 
@@ -400,8 +412,7 @@ def freeze_gate(
     """Fixes step_gate [B, T, HV, L] to a number, or to the gate of another run."""
 
     def freeze(tensor: Tensor, *, hook: Hook) -> Pinned:
-        values = torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device).expand_as(tensor)
-        return Pinned(values, _mask(tensor, step, tokens, heads))
+        return Pinned(_spread("value", value, tensor), _mask(tensor, step, tokens, heads))
 
     return _layer_name(layer, "step_gate"), freeze
 

@@ -189,6 +189,40 @@ def test_frozen_gate_and_replaced_step():
         model.run_with_hooks(x, [knock_out(0, 2)])
     with pytest.raises(ValueError, match="point: expected delta or write_v, came 'gain'"):
         knock_out(0, 0, point="gain")
+    with pytest.raises(ValueError, match=r"tokens: expected a mask of 9, came one of shape \[2\]"):
+        model.run_with_hooks(x, [knock_out(0, 0, tokens=[True, False])])
+    with pytest.raises(ValueError, match=r"heads: expected indices or a mask, came 0.5"):
+        model.run_with_hooks(x, [knock_out(0, 0, heads=0.5)])
+    for wrong in (replace_step(0, 0, torch.zeros(3)), patch_state(0, 3, torch.zeros(2, 4, 5, 3))):
+        with pytest.raises(
+            ValueError, match=r"(value|state): expected a shape that broadcasts to \[2, .*, came \["
+        ):
+            model.run_with_hooks(x, [wrong])
+
+
+def test_a_choice_of_nothing_changes_nothing_and_masks_are_indices():
+    model, x = build(), tokens()
+    assert torch.equal(model.run_with_hooks(x, [knock_out(0, 0, tokens=[])]), model(x))
+    mask = torch.arange(9) % 4 == 2
+    for by_mask, by_index in (
+        (knock_out(0, 0, tokens=mask), knock_out(0, 0, tokens=[2, 6])),
+        (freeze_gate(0, 0.5, tokens=mask, heads=[1]), freeze_gate(0, 0.5, tokens=slice(2, 7, 4), heads=[1])),
+    ):
+        assert torch.equal(model.run_with_hooks(x, [by_mask]), model.run_with_hooks(x, [by_index]))
+    _, cache = model.run_with_cache(x, hooks=[freeze_gate(0, 0.5, step=0, tokens=mask, heads=[1])])
+    _, plain = model.run_with_cache(x)
+    name = "blocks.0.mixer.step_gate"
+    changed = cache[name] != plain[name]
+    assert changed[:, mask, 1, 0].all()
+    assert int(changed.sum()) == 2 * 2
+    assert (cache[name][changed] == 0.5).all()
+
+
+def test_what_is_not_finite_can_be_knocked_out():
+    model, x = build(), tokens()
+    overflow = ("blocks.0.mixer.delta", lambda t, *, hook: t * float("inf"))
+    out = model.run_with_hooks(x, [overflow, knock_out(0)])
+    torch.testing.assert_close(out, model.run_with_hooks(x, [knock_out(0)]))
 
 
 @pytest.mark.parametrize("name", ["prism", "closed_form", "no erase", "no base write"])
