@@ -81,6 +81,7 @@ def test_digits_split_uniformly_given_the_rest(columns, base):
     share = digits.split_of(rest).bincount(minlength=3).tolist()
     assert share == [digits.ranks(s)[1] for s in SPLITS]
     assert sum(share) == digits.ring
+    assert share[1] == share[2] == max(1, digits.ring // 16)
 
     rng = Rng(2, 30_000)
     rows = rng.below(50, 8)
