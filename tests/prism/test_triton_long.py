@@ -135,7 +135,7 @@ def check(found: dict[str, float], dtype: torch.dtype, plain: dict[str, float] |
 
 def tuned(dtype: torch.dtype, K: int, V: int, chunk: int, warps: int | None = None) -> Tuning:
     """The launch settings of these widths with another chunk length or number of warps."""
-    _, *kernels = chunkwise.tuning(dtype, V)
+    _, *kernels = chunkwise.tuning(dtype, K, V, 1000, True)
     return Tuning(chunk, *(Launch(warps or at.warps, at.stages, at.v_block) for at in kernels))
 
 
@@ -174,6 +174,18 @@ def test_interpreted_shapes(B, T, H, HV, K, V, L, C):
 
 @pytest.mark.interpreter
 @needs_interpreter
+def test_interpreted_programs_in_any_order(monkeypatch):
+    """No program writes what is another's: last to first gives what first to last gives."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    forwards = builder.set_grid_idx
+    inputs, at = make(1, 40, 1, 1, 16, 16, 1), tuned(torch.float32, 16, 16, 16)
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: forwards(builder.grid_dim[0] - 1 - x, y, z))
+    check(errors(inputs, torch.float32, "cpu", tuned=at), torch.float32)
+
+
+@pytest.mark.interpreter
+@needs_interpreter
 @pytest.mark.parametrize("C", [16, 64])
 def test_interpreted_packed_sequences(C):
     offsets = [0, 0, 5, 69, 69, 70]
@@ -208,7 +220,7 @@ def test_interpreted_offsets_never_lead_outside(offsets):
     *tensors, initial = inputs.values()
     cu = torch.tensor(offsets)
     saved = chunkwise.allocate(tensors[0], tensors[2], tensors[5], cu)
-    table = chunkwise.layout(1, 50, chunkwise.tuning(torch.float32, 16).chunk, cu)
+    table = chunkwise.layout(1, 50, chunkwise.tuning(torch.float32, 16, 16, 1, True).chunk, cu)
     assert table.chunks == len(saved[3]) >= table.chunk_start[-1]
     assert table.spans.min() >= 0
     assert table.spans.max() <= 50
@@ -238,8 +250,18 @@ def test_interpreted_gradient_of_one_output_only():
 @pytest.mark.parametrize(("K", "V"), list(itertools.product((16, 32, 64, 128), repeat=2)))
 def test_every_width_and_warps(K, V, dtype, warps):
     """Triton 3.4 to 3.7.0 miscompiles some products on Hopper at some widths and numbers of warps only."""
-    at = tuned(dtype, K, V, chunkwise.tuning(dtype, V).chunk, warps)
+    at = tuned(dtype, K, V, chunkwise.tuning(dtype, K, V, 1000, True).chunk, warps)
     check(errors(make(1, 130, 1, 2, K, V, 2), dtype, "cuda", tuned=at), dtype)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("sequences", [3, 300])
+@pytest.mark.parametrize("L", [0, 1])
+def test_few_and_many_programs(L, sequences):
+    """Launch settings differ between them."""
+    assert (sequences <= chunkwise.FEW_PROGRAMS) == (sequences == 3)
+    check(errors(make(sequences, 130, 1, 1, 128, 64, L), torch.bfloat16, "cuda"), torch.bfloat16)
 
 
 @pytest.mark.gpu

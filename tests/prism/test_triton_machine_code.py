@@ -47,12 +47,11 @@ COUNTS = {"T", "chunks_per_row", "H", "HV", "L", "slices"}
 
 
 def programs(
-    K: int, V: int, writes: bool, packed: bool, states: bool
+    tuned: chunkwise.Tuning, K: int, V: int, writes: bool, packed: bool, states: bool
 ) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Name in `Tuning`, kernel and constants of everything that one forward and backward pass launches."""
-    at = chunkwise.tuning(torch.bfloat16, V)
-    base = {"K": K, "C": at.chunk, "BK": K, "PACKED": packed, "DOT": "tf32x3"}
-    slices = {"V": V, "BV": at.scan.v_block}
+    base = {"K": K, "C": tuned.chunk, "BK": K, "PACKED": packed, "DOT": "tf32x3"}
+    slices, scan_slices = {"V": V, "BV": tuned.keys_grad.v_block}, {"V": V, "BV": tuned.scan.v_block}
     table = {} if packed else {"spans": None}
     tables = {} if packed else {"offsets": None, "chunk_start": None}
     no_writes = {} if writes else {"write_k": None, "by_writes": None}
@@ -63,11 +62,11 @@ def programs(
     unused = {} if writes else {"write_o": None, "write_state": None}
     unused.update({} if states else {"initial": None})
     flags = {"INITIAL": states, "WRITES": writes}
-    yield "scan", forward.scan_kernel, {**base, **slices, **tables, **unused, **flags, "SAVE": True}
+    yield "scan", forward.scan_kernel, {**base, **scan_slices, **tables, **unused, **flags, "SAVE": True}
     unused = {**unused, "error": None, "states": None}
-    yield "scan", forward.scan_kernel, {**base, **slices, **tables, **unused, **flags, "SAVE": False}
+    yield "scan", forward.scan_kernel, {**base, **scan_slices, **tables, **unused, **flags, "SAVE": False}
     unused = {} if states else {"d_final": None}
-    yield "reverse", backward.reverse_kernel, {**base, **slices, **tables, **unused, "FINAL": states}
+    yield "reverse", backward.reverse_kernel, {**base, **scan_slices, **tables, **unused, "FINAL": states}
     yield "scores_grad", backward.scores_grad_kernel, {**base, **slices, **table, "WIDE": False}
     yield (
         "queries_grad",
@@ -134,11 +133,14 @@ def bad_sums(code: str) -> list[str]:
 def check(
     K: int, V: int, writes: bool, packed: bool, states: bool, dtype: str, folder: Path, only: str = ""
 ) -> None:
-    tuned = chunkwise.tuning(torch.bfloat16, V)
-    for name, kernel, constants in programs(K, V, writes, packed, states):
-        if only in ("", name):
-            code = machine_code(kernel, constants, dtype, getattr(tuned, name), folder)
-            assert not bad_sums(code), f"{name} at K = {K}, V = {V}, {dtype}, {constants}"
+    many = chunkwise.tuning(torch.bfloat16, K, V, chunkwise.FEW_PROGRAMS + 1, writes)
+    few = chunkwise.tuning(torch.bfloat16, K, V, chunkwise.FEW_PROGRAMS, writes)
+    for tuned in (many, few):
+        for name, kernel, constants in programs(tuned, K, V, writes, packed, states):
+            at = getattr(tuned, name)
+            if only in ("", name) and (tuned is many or at != getattr(many, name)):
+                code = machine_code(kernel, constants, dtype, at, folder)
+                assert not bad_sums(code), f"{name} at K = {K}, V = {V}, {dtype}, {at}, {constants}"
 
 
 def test_a_bad_sum_is_found():

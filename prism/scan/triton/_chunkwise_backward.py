@@ -84,7 +84,8 @@ def reverse_kernel(
 
 @triton.jit
 def _store_gate_grad(base, stride, pairs, kept, left, C: tl.constexpr):
-    """Stores, for t in the chunk, the sum of `pairs` (s, i) with s >= t > i and of `kept` i with i < t.
+    """Stores, for every t of the chunk but its first, the sum of `pairs` (s, i) with s >= t > i and of `kept`
+    i with i < t.
 
     log_decay_t scales every path that crosses t. Sums of what crosses, and not differences of row and column
     sums, keep their digits under strong decay.
@@ -92,8 +93,7 @@ def _store_gate_grad(base, stride, pairs, kept, left, C: tl.constexpr):
     rows = tl.arange(0, C)
     below = rows[:, None] > rows[None, :]
     crossing = tl.sum(tl.where(below, tl.cumsum(pairs, axis=1), kept[:, None]), axis=0)  # at t + 1
-    tl.store(base + (rows + 1) * stride, crossing, mask=rows + 1 < left)
-    tl.store(base, 0.0)
+    tl.store(base + (rows + 1) * stride, crossing, mask=rows + 1 < tl.minimum(left, C))
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L"])
@@ -266,6 +266,7 @@ def keys_grad_kernel(
     cell = (chunk.to(tl.int64) * HV + head) * K * V
     rows = tl.arange(0, C)
     inside = rows < left
+    next_inside = rows + 1 < tl.minimum(left, C)
 
     # What k reads of the chunk's first state, and that state carried through.
     d_k = tl.zeros((BK, C), tl.float32)
@@ -299,14 +300,14 @@ def keys_grad_kernel(
     by_keys = load_rows(by_scores + gate * 2 * C + C, HV * 2 * C, left, 0, C, C, C)
     d_k = tl.dot(tl.trans(keys), by_keys, d_k, input_precision=DOT)
     d_k = tl.dot(tl.trans(keys), tl.trans(by_keys), d_k, input_precision=DOT)
-    gate_share = tl.load(gate_grad + gate + (rows + 1) * HV, mask=rows + 1 < left, other=0.0)
+    gate_share = tl.load(gate_grad + gate + (rows + 1) * HV, mask=next_inside, other=0.0)
     if WRITES:
         for l in range(L):
             x = load_rows(write_k + (gate * L + l) * K, HV * L * K, left, 0, K, C, BK)
             by_k = load_rows(by_writes + (gate * L + l) * 2 * C + C, HV * L * 2 * C, left, 0, C, C, C)
             d_k = tl.dot(tl.trans(x), tl.trans(by_k), d_k, input_precision=DOT)
             share = write_gate_grad + gate * L + l + (rows + 1) * HV * L
-            gate_share += tl.load(share, mask=rows + 1 < left, other=0.0)
+            gate_share += tl.load(share, mask=next_inside, other=0.0)
     store_columns(dk + gate * K, d_k, HV * K, left, 0, K, C, BK)
 
     own_kept = tl.zeros((C,), tl.float32)
@@ -317,5 +318,5 @@ def keys_grad_kernel(
     # Reads at s >= t and rows i < t kept cross t: column t of `crossing`, summed, is the gradient at t + 1.
     crossing = tl.where(rows[:, None] > rows[None, :], read_grad[:, None], (own_kept * b)[:, None])
     crossing = tl.sum(crossing, axis=0) + carried + gate_share
-    tl.store(d_log_decay + gate + (rows + 1) * HV, crossing, mask=rows + 1 < left)
+    tl.store(d_log_decay + gate + (rows + 1) * HV, crossing, mask=next_inside)
     tl.store(d_log_decay + gate, tl.sum(read_grad, axis=0) + carried)

@@ -45,12 +45,34 @@ class Tuning(NamedTuple):
     keys_grad: Launch
 
 
-def tuning(dtype: torch.dtype, V: int) -> Tuning:
-    """Fixed launch settings: nothing is tuned at run time, so no shape costs a first call of minutes."""
+FEW_PROGRAMS = 64
+"""Sequences x value heads x 64-column slices below which the passes over chunks take narrower slices."""
+
+
+def tuning(dtype: torch.dtype, K: int, V: int, programs: int, writes: bool) -> Tuning:
+    """Launch settings by widths and shape alone: nothing is tuned at run time, so no shape costs a first call
+    of minutes. Measured on an H200 (benchmarks/NOTES.md).
+
+    `programs`: sequences x value heads x ceil(V / 64), the programs of a pass over chunks.
+    """
     if dtype == torch.float32:
         block = min(32, _padded(V))
         return Tuning(32, *[Launch(4, 1, block)] * 2, *[Launch(8, 1, block)] * 6)
-    return Tuning(64, Launch(2, 1, 64), *[Launch(4, 2, 64)] * 3, *[Launch(4, 1, 64)] * 4)
+    if programs <= FEW_PROGRAMS:
+        scan = reverse = Launch(4, 2, 32)
+    else:
+        scan = reverse = Launch(4, 3 if K == 128 else 2, 64)
+    return Tuning(
+        chunk=64,
+        prepare=Launch(2, 1, 64),
+        writes=Launch(4, 2, 64),
+        scan=scan,
+        reverse=reverse,
+        writes_grad=Launch(4, 1, 64),
+        scores_grad=Launch(4, 2, 64),
+        queries_grad=Launch(4, 1 if writes else 2, 64),
+        keys_grad=Launch(4, 2, 64),
+    )
 
 
 def widths(dtype: torch.dtype, K: int, V: int) -> tuple[int, int]:
@@ -132,7 +154,7 @@ def allocate(
     [B, T, HV, V], and the state at its start [chunks, HV, K, V]; but for the decays in the dtype of q."""
     B, T, HV, _ = v.shape
     K, V = widths(q.dtype, q.shape[3], v.shape[3])
-    C = (tuned or tuning(q.dtype, V)).chunk
+    C = (tuned or tuning(q.dtype, K, V, 0, False)).chunk
     chunks = B * triton.cdiv(T, C) if cu_seqlens is None else triton.cdiv(T, C) + cu_seqlens.shape[0] - 1
     decays = q.new_empty(2, B, T, HV, dtype=torch.float32)
     return [q.new_empty(2, B, T, HV, C), decays, v.new_empty(B, T, HV, V), q.new_empty(chunks, HV, K, V)]
@@ -152,9 +174,10 @@ def forward(
         )
         return o[..., :V].contiguous(), final[..., :K, :V].contiguous()
     q, k, v, log_decay, beta, write_k, write_v, initial_state = _aligned(
-        q, k, v, log_decay, beta, write_k, write_v, initial_state
+        q, k, v, log_decay.float(), beta.float(), write_k, write_v, initial_state
     )
-    tuned = tuned or tuning(q.dtype, V)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    tuned = tuned or tuning(q.dtype, K, V, N * HV * triton.cdiv(V, 64), write_k is not None)
     C, BK, wide = tuned.chunk, _padded(K), q.dtype == torch.float32
     dot = "ieee" if wide else "tf32x3"
     where = layout(B, T, C, cu_seqlens)
@@ -205,6 +228,7 @@ def backward(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     do = torch.zeros_like(v) if do is None else do
+    gate_dtypes = log_decay.dtype, beta.dtype
     if widths(q.dtype, K, V) != (K, V):
         given = (q, k, v, log_decay, beta, write_k, write_v, initial_state)
         q, k, v, write_k, write_v, initial_state = _widened(q, k, v, write_k, write_v, initial_state)
@@ -215,9 +239,10 @@ def backward(
         )  # fmt: skip
         return tuple(_narrowed(x, like) for x, like in zip(grads, given, strict=True))
     q, k, v, log_decay, beta, write_k, write_v, do, dstate = _aligned(
-        q, k, v, log_decay, beta, write_k, write_v, do, dstate
+        q, k, v, log_decay.float(), beta.float(), write_k, write_v, do, dstate
     )
-    tuned = tuned or tuning(q.dtype, V)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    tuned = tuned or tuning(q.dtype, K, V, N * HV * triton.cdiv(V, 64), write_k is not None)
     C, BK, wide = tuned.chunk, _padded(K), q.dtype == torch.float32
     dot = "ieee" if wide else "tf32x3"
     where = layout(B, T, C, cu_seqlens)
@@ -280,4 +305,5 @@ def backward(
         dq = dq.unflatten(2, (H, HV // H)).sum(3).to(q.dtype)
         dk = dk.unflatten(2, (H, HV // H)).sum(3).to(k.dtype)
     first = None if initial_state is None else d_initial
+    d_log_decay, d_beta = (x.to(dtype) for x, dtype in zip((d_log_decay, d_beta), gate_dtypes, strict=True))
     return dq, dk, dv, d_log_decay, d_beta, d_write_k, d_write_v, first
