@@ -124,7 +124,10 @@ def to_qwen3_next(mixer: PrismMixer) -> dict[str, Tensor]:
     _only_gated_deltanet("to_qwen3_next", mixer)
     config = mixer.config
     if mixer.conv is None or not config.output_gate or config.erase != "sigmoid":
-        raise ValueError("to_qwen3_next: expected short_conv > 0, output_gate=True and erase='sigmoid'")
+        came = ", ".join(f"{n}={getattr(config, n)!r}" for n in ("short_conv", "output_gate", "erase"))
+        raise ValueError(
+            f"to_qwen3_next: mixer: expected short_conv > 0, output_gate=True, erase='sigmoid', came {came}"
+        )
     parts = mixer.in_proj.detach().split(list(mixer.rows.values()))
     q, k, v, z, b, a = (part.unflatten(0, (config.n_heads, -1)) for part in parts)
     return {

@@ -133,7 +133,9 @@ def test_only_gated_deltanet_goes_back():
         with pytest.raises(ValueError, match=f"to_fla: mixer: expected Gated DeltaNet .* came {came}"):
             convert.to_fla(mixer)
     bare = PrismMixer(PrismConfig(1, n_refine=0, short_conv=0), seed=0)
-    with pytest.raises(ValueError, match="to_qwen3_next: expected short_conv > 0"):
+    with pytest.raises(
+        ValueError, match=r"to_qwen3_next: mixer: expected short_conv > 0.*, came short_conv=0"
+    ):
         convert.to_qwen3_next(bare)
 
 

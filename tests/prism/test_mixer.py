@@ -423,6 +423,18 @@ def test_paper_overflows_in_plain_sight_and_bounded_gates_do_not():
         assert bounded(x).isfinite().all()
 
 
+def test_closed_form_is_a_product():
+    """delta^l = P_l * prod_{j<l} (1 - P_j) * v, without a chain."""
+    mixer = build("closed_form", n_refine=4)
+    u, v = inputs(d=12).unsqueeze(2), inputs(d=12, seed=1).unsqueeze(2)
+    refined = mixer.refine(u, v, None)
+    P = refined.gain
+    assert ((P > 0) & (P < 1)).all()
+    for l in range(4):
+        expected = P[..., l, :] * (1 - P[..., :l, :]).prod(-2) * v
+        torch.testing.assert_close(refined.delta[..., l, :], expected, rtol=1e-10, atol=1e-12)
+
+
 def test_the_degenerate_chain_writes_once():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
