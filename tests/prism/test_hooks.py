@@ -5,9 +5,7 @@ import torch
 
 from prism import PrismConfig, PrismMixer, PrismModel
 from prism.config import PRESETS
-from prism.hooks import (
-    scale_step,
-)
+from prism.hooks import scale_step
 
 SMALL = {"vocab_size": 13, "d_model": 8}
 GROUPED = {"n_heads": 2, "n_value_heads": 4, "head_dim": 3, "expand_v": 5 / 3}

@@ -21,13 +21,9 @@ from prism.hooks import (
 SMALL = {"vocab_size": 13, "d_model": 8}
 GROUPED = {"n_heads": 2, "n_value_heads": 4, "head_dim": 3, "expand_v": 5 / 3}
 CONFIGS = {name: PrismConfig.preset(name, **SMALL, **GROUPED) for name in PRESETS}
-CONFIGS["attention"] = PrismConfig(mixer="attention", **SMALL, **GROUPED)
 CONFIGS["no erase"] = PrismConfig(erase="none", **SMALL, **GROUPED)
-CONFIGS["no erase, L = 0"] = PrismConfig(erase="none", n_refine=0, **SMALL, **GROUPED)
 CONFIGS["no base write"] = PrismConfig(base_write=False, **SMALL, **GROUPED)
-CONFIGS["refinement alone"] = PrismConfig(base_write=False, erase="none", **SMALL, **GROUPED)
 CONFIGS["serial"] = PrismConfig(anchor="state", **SMALL, **GROUPED)
-CONFIGS["shared keys, no gain"] = PrismConfig(refine_keys="shared", gain="one", **SMALL, **GROUPED)
 
 
 def tokens(B=2, T=9, seed=0):
