@@ -115,6 +115,22 @@ def measure(scan: Scan, shape: tuple[int, int, int, int], L: int) -> dict[str, f
     return {"inference": inference, "forward": forward, "both": total, "peak_mib": peak}
 
 
+def kernel_times(scan: Scan, shape: tuple[int, int, int, int], L: int) -> dict[str, float]:
+    """Median microseconds of each of our kernels over six forward and backward passes, in order of launch."""
+    x = inputs(shape, L)
+    do = torch.randn_like(x["v"])
+    leaves = {n: a.requires_grad_() for n, a in x.items()}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as trace:
+        for _ in range(6):
+            torch.autograd.grad(scan(**leaves), list(leaves.values()), do)
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {}
+    for event in trace.events():
+        if event.name.endswith("_kernel"):
+            times.setdefault(event.name.removesuffix("_kernel"), []).append(event.device_time)
+    return {name: sorted(t)[len(t) // 2] for name, t in times.items()}
+
+
 def ours() -> Scan:
     from prism.scan.triton import _operator, chunkwise
 
@@ -172,6 +188,8 @@ def run_part(name: str, shapes: list[str] | None, out: Path) -> None:
                 if same:
                     row["errors"] = errors(scan, shape, L)
                 row.update(measure(scan, shape, L))
+                if name == "prism":
+                    row["kernel_us"] = kernel_times(scan, shape, L)
             except Exception as failure:  # a peer that refuses a shape is a result, and is reported as one
                 row["failed"] = f"{type(failure).__name__}: {failure}"[:300]
                 if name == "prism":
@@ -277,6 +295,10 @@ def main() -> None:
     }
     args.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(rows))
+    for row in rows:
+        if "kernel_us" in row:
+            times = ", ".join(f"{n} {t:.0f}" for n, t in row["kernel_us"].items())
+            print(f"{row['shape']} L = {row['L']}, microseconds: {times}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ implementation is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -147,6 +149,20 @@ def _aligned(*tensors: Any) -> Any:
     return [x if x is None or x.data_ptr() % 16 == 0 else x.clone() for x in tensors]
 
 
+def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+
+    @wraps(run)
+    def call(*args: Any, **options: Any) -> Any:
+        x = next(a for a in args if isinstance(a, Tensor))
+        if not x.is_cuda:
+            return run(*args, **options)
+        with torch.cuda.device(x.device):
+            return run(*args, **options)
+
+    return call
+
+
 def allocate(
     q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | None, *, tuned: Tuning | None = None
 ) -> list[Tensor]:
@@ -160,6 +176,7 @@ def allocate(
     return [q.new_empty(2, B, T, HV, C), decays, v.new_empty(B, T, HV, V), q.new_empty(chunks, HV, K, V)]
 
 
+@_on_its_device
 def forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, write_k: Tensor | None,
     write_v: Tensor | None, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
@@ -220,6 +237,7 @@ def forward(
     return o, final
 
 
+@_on_its_device
 def backward(
     do: Tensor | None, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor,
     beta: Tensor, write_k: Tensor | None, write_v: Tensor | None, scale: float, initial_state: Tensor | None,
