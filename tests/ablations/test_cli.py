@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 import ablations
+from ablations import runner
 from ablations.cli import app
 from prism import verify
 
@@ -78,6 +79,16 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, mon
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(grid_file, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", interrupted)
+    result = prism("ablate", grid_file, "--out", tmp_path)
+    assert result.exit_code == 130
+    assert "Finished cells are kept" in result.output
 
 
 @pytest.mark.parametrize(
