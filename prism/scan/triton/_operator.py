@@ -1,9 +1,10 @@
 """One registered operator for every implementation: where compile, capture, vmap and autograd meet kernels.
 
-Two opaque operators, `prism::triton_scan` and `prism::triton_scan_backward`, launch the kernels. In eager
-mode an autograd.Function joins them, because torch.func cannot differentiate an operator's own formula;
-torch.compile takes the operator with its formula, because Dynamo cannot trace an autograd.Function under
-vmap.
+Two opaque operators, `prism::triton_scan` and `prism::triton_scan_backward`, launch the kernels.
+torch.compile takes them with the formula of their derivative, because Dynamo cannot trace an
+autograd.Function under vmap; torch.func takes them inside an autograd.Function, because it cannot
+differentiate an operator's formula; plain eager mode goes around them, because their dispatch costs as
+much as everything else that a small scan costs.
 
 An implementation is a module with three functions. Tensors reach them contiguous, on one device, shapes
 and dtypes checked, never float64; write_k and write_v are both None or both have L >= 1; cu_seqlens is
@@ -52,8 +53,7 @@ def _choose(q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | N
     return choose(B * T, N, v.shape[2], K, v.shape[3], 0 if write_k is None else write_k.shape[3])
 
 
-@torch.library.custom_op("prism::triton_scan", mutates_args=())
-def _scan(
+def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -73,6 +73,9 @@ def _scan(
     return [o, state, *saved]
 
 
+_scan = torch.library.custom_op("prism::triton_scan", _run, mutates_args=())
+
+
 @_scan.register_fake
 def _(q, k, v, log_decay, beta, write_k, write_v, scale, initial_state, cu_seqlens, save):
     saved = _choose(q, v, write_k, cu_seqlens).allocate(q, v, write_k, cu_seqlens) if save else []
@@ -81,8 +84,7 @@ def _(q, k, v, log_decay, beta, write_k, write_v, scale, initial_state, cu_seqle
     return [v.new_empty(v.shape), state, *saved]
 
 
-@torch.library.custom_op("prism::triton_scan_backward", mutates_args=())
-def _scan_backward(
+def _run_backward(
     do: Tensor | None,
     dstate: Tensor | None,
     q: Tensor,
@@ -103,12 +105,26 @@ def _scan_backward(
     return [g for g in grads if g is not None]
 
 
+_scan_backward = torch.library.custom_op("prism::triton_scan_backward", _run_backward, mutates_args=())
+
+
 @_scan_backward.register_fake
 def _(
     do, dstate, q, k, v, log_decay, beta, write_k, write_v, scale, initial_state, cu_seqlens, saved
 ):  # fmt: skip
     inputs = (q, k, v, log_decay, beta, write_k, write_v, initial_state)
     return [x.new_empty(x.shape) for x in inputs if x is not None]
+
+
+def _plain(*tensors: Tensor | None) -> bool:
+    """Nothing but autograd looks at these tensors: the operator's dispatch, half of a small call, can go."""
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return all(x is None or (type(x) in _TENSORS and not wrapped(x)) for x in tensors)
+
+
+_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
@@ -184,17 +200,36 @@ def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tenso
     *tensors, initial_state, cu_seqlens = kept[:9]
     if do is None and dstate is None:
         return (None,) * 11
-    found = iter(_scan_backward(do, dstate, *tensors, ctx.scale, initial_state, cu_seqlens, list(kept[9:])))
+    run: Callable[..., list[Tensor]] = _scan_backward
+    if _plain(do, dstate, *tensors, initial_state):
+        run = _run_backward
+    found = iter(run(do, dstate, *tensors, ctx.scale, initial_state, cu_seqlens, list(kept[9:])))
     grads = [None if x is None else next(found) for x in (*tensors, initial_state)]
     return *grads[:7], None, grads[7], None, None
 
+
+_backward_once = once_differentiable(_backward)
 
 # For torch.compile, which cannot trace an autograd.Function under vmap.
 _scan.register_autograd(lambda ctx, grads: _backward(ctx, *grads[:2]), setup_context=_setup_context)
 
 
-class _Scan(torch.autograd.Function):
-    """For eager mode: unlike the operator's own formula it can be differentiated by torch.func."""
+class _Eager(torch.autograd.Function):
+    """Where nothing but autograd looks on. Outside this class the operators do the same more slowly."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        output = _run(*args)
+        _setup_context(ctx, args, output)
+        return output[0], output[1]
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (_backward_once if torch.is_grad_enabled() else _backward)(ctx, do, dstate)
+
+
+class _Transformed(torch.autograd.Function):
+    """For torch.func: unlike the operator's own formula it can be vmapped and differentiated there."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
@@ -212,20 +247,21 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        found, dims = _vmap_scan(_Scan.apply, info, in_dims, *args)
+        found, dims = _vmap_scan(_Transformed.apply, info, in_dims, *args)
         return tuple(found), tuple(dims)
 
 
 def apply(*inputs: Any) -> tuple[Tensor, Tensor]:
     """The canonical inputs of `prism.scan._inputs`; returns o and the final state."""
+    grad = torch.is_grad_enabled()
     if torch.compiler.is_compiling():
-        o, state, *_ = _scan(*inputs, torch.is_grad_enabled())
+        o, state, *_ = _scan(*inputs, grad)
+        return o, state
+    tensors = (*inputs[:7], inputs[8])
+    if not _plain(*tensors):
+        o, state, *_ = _Transformed.apply(*inputs, grad)
+    elif grad and any(x is not None and x.requires_grad for x in tensors):
+        o, state = _Eager.apply(*inputs, True)
     else:
-        grad = torch.is_grad_enabled() and any(_tracked(x) for x in inputs if isinstance(x, Tensor))
-        o, state, *_ = _Scan.apply(*inputs, grad)
+        o, state = _run(*inputs, False)  # type: ignore[call-arg]
     return o, state
-
-
-def _tracked(x: Tensor) -> bool:
-    # Inside torch.func's transforms requires_grad speaks of one level only.
-    return x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x)

@@ -8,7 +8,8 @@ for every T, L, N and every K and V up to 256; fast where pairs are many, for T 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prism.scan.triton._chunk_kernel import chunk_kernel
+from prism.scan.triton._launch import launch
 from prism.scan.triton._resident_kernels import forward_kernel, reverse_kernel
 
 __all__ = ["allocate", "backward", "forward"]
@@ -34,11 +36,11 @@ class _Walk(NamedTuple):
     registers: int
 
     @property
-    def arguments(self) -> dict[str, int]:
-        chosen = dict(zip(self._fields[:5], self[:5], strict=True))
-        return chosen | ({"maxnreg": self.registers} if self.registers else {})
+    def options(self) -> dict[str, int]:
+        return {"num_warps": 1} | ({"maxnreg": self.registers} if self.registers else {})
 
 
+@cache
 def _walk(K: int, V: int, L: int, *, reverse: bool) -> _Walk:
     """At most 32 numbers of the state to a lane, and a full warp. Fixed by what was measured on an H200."""
     width = triton.next_power_of_2(K)
@@ -56,8 +58,15 @@ class _Products(NamedTuple):
     PRECISION: str
     BV: int
     num_warps: int
+    registers: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        cap = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.num_warps, "num_stages": 1} | cap
 
 
+@cache
 def _products(dtype: torch.dtype, BK: int, BV: int) -> _Products:
     """float32 keeps its digits: three tf32 products where one warp's registers hold the tiles, else float32.
 
@@ -66,10 +75,17 @@ def _products(dtype: torch.dtype, BK: int, BV: int) -> _Products:
     """
     warps = {16: 1, 32: 1, 256: 8}.get(BK, 4)
     if dtype == torch.bfloat16:
-        return _Products(tl.bfloat16, "ieee", min(BV, 64 if warps > 1 else 32), warps)
+        return _Products(tl.bfloat16, "ieee", min(BV, 64 if warps > 1 else 32), warps, 0)
     if warps == 1:
-        return _Products(tl.float32, "tf32" if dtype == torch.float16 else "split", 16, 1)
-    return _Products(tl.float32, "tf32" if dtype == torch.float16 else "ieee", min(BV, 64), warps)
+        precision = "tf32" if dtype == torch.float16 else "split"
+        return _Products(tl.float32, precision, 16, 1, 128 if BK == 16 else 0)
+    return _Products(tl.float32, "tf32" if dtype == torch.float16 else "ieee", min(BV, 64), warps, 0)
+
+
+def _constants(K: int, V: int, L: int, walk: _Walk) -> dict[str, Any]:
+    """The walks' constexpr parameters in order, but for the last flags."""
+    KR, KL, G, BV, U, _ = walk
+    return {"K": K, "V": V, "L": L, "KR": KR, "KL": KL, "G": G, "BV": BV, "C": CHUNK, "U": U}
 
 
 def _slots(B: int, T: int, cu_seqlens: Tensor | None) -> int:
@@ -105,12 +121,14 @@ def forward(
     last = q.new_empty((N, HV, K, V), dtype=torch.float32)
     e, states = saved or (o, last)
     walk = _walk(K, V, L, reverse=False)
-    forward_kernel[(triton.cdiv(N * HV, walk.G), triton.cdiv(V, walk.BV))](
+    flags = {"INITIAL": initial_state is not None, "PACKED": cu_seqlens is not None, "SAVE": bool(saved)}
+    arguments = (
         q, k, v, log_decay, beta, _or(write_k, q), _or(write_v, q), _or(initial_state, last),
         _or(cu_seqlens, q), o, last, e, states, scale, T, N * HV, H, HV,
-        K=K, V=V, L=L, **walk.arguments, C=CHUNK,
-        INITIAL=initial_state is not None, PACKED=cu_seqlens is not None, SAVE=bool(saved), num_warps=1,
     )  # fmt: skip
+    grid = (-(-N * HV // walk.G), -(-V // walk.BV))
+    key = (*_types(q, log_decay, beta, cu_seqlens), H, HV, K, V, L, *flags.values())
+    launch(forward_kernel, grid, key, arguments, _constants(K, V, L, walk) | flags, walk.options)
     return o, last
 
 
@@ -139,7 +157,7 @@ def backward(
         do = torch.zeros_like(v)
 
     walk = _walk(K, V, L, reverse=True)
-    slices = triton.cdiv(V, walk.BV)
+    slices = -(-V // walk.BV)
     dv = torch.empty_like(v)
     dwrite_v = None if write_v is None else torch.empty_like(write_v)
     dinitial = None if initial_state is None else torch.empty_like(initial_state)
@@ -147,13 +165,15 @@ def backward(
         torch.empty_like(beta) if slices == 1 else beta.new_empty((*beta.shape, slices), dtype=torch.float32)
     )
     adjoints = torch.empty_like(states)
-    reverse_kernel[(triton.cdiv(N * HV, walk.G), slices)](
+    flags = {"LAST": dstate is not None, "INITIAL": dinitial is not None, "PACKED": packed}
+    arguments: tuple[Any, ...] = (
         q, k, do, e, log_decay, beta, _or(write_k, q), _or(dstate, states), _or(cu_seqlens, q),
-        dv, _or(dwrite_v, dv), dbeta, _or(dinitial, states), adjoints, scale,
-        T, N * HV, H, HV, slices,
-        K=K, V=V, L=L, **walk.arguments, C=CHUNK, LAST=dstate is not None,
-        INITIAL=dinitial is not None, PACKED=packed, num_warps=1,
+        dv, _or(dwrite_v, dv), dbeta, _or(dinitial, states), adjoints, scale, T, N * HV, H, HV, slices,
     )  # fmt: skip
+    types = (*_types(q, log_decay, beta, cu_seqlens), H, HV, K, V)
+    grid = (-(-N * HV // walk.G), slices)
+    constants = _constants(K, V, L, walk) | flags
+    launch(reverse_kernel, grid, (*types, L, *flags.values()), arguments, constants, walk.options)
     if slices > 1:
         dbeta = dbeta.sum(-1).to(beta.dtype)
 
@@ -163,14 +183,21 @@ def backward(
     dwrite_k = None if write_k is None else torch.empty_like(write_k)
     BK, BV = (max(16, triton.next_power_of_2(width)) for width in (K, V))
     products = _products(q.dtype, BK, BV)
-    chunk_kernel[(_slots(B, T, cu_seqlens) * HV,)](
+    arguments = (
         q, k, log_decay, beta, _or(write_k, q), _or(write_v, q), do, e, dv, states, adjoints,
         _or(cu_seqlens, q), dq, dk, dlog_decay, _or(dwrite_k, dq), scale, T, N, H, HV, L,
-        K=K, V=V, BK=BK, C=CHUNK, WRITES=L > 0, PACKED=packed, num_stages=1, **products._asdict(),
     )  # fmt: skip
+    constants = {"K": K, "V": V, "BK": BK, "BV": products.BV, "C": CHUNK, "WRITES": L > 0, "PACKED": packed}
+    constants |= {"DOT": products.DOT, "PRECISION": products.PRECISION}
+    grid = (_slots(B, T, cu_seqlens) * HV, 1)
+    launch(chunk_kernel, grid, (*types, L > 0, packed), arguments, constants, products.options)
     if shared:
         dq, dk = (x.view(B, T, H, HV // H, K).sum(3).to(q.dtype) for x in (dq, dk))
     return dq, dk, dv, dlog_decay, dbeta, dwrite_k, dwrite_v, dinitial
+
+
+def _types(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if x is None else x.dtype for x in tensors)
 
 
 def _or(x: Tensor | None, placeholder: Tensor) -> Tensor:
