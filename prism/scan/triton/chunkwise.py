@@ -171,7 +171,8 @@ def allocate(
     B, T, HV, _ = v.shape
     K, V = widths(q.dtype, q.shape[3], v.shape[3])
     C = (tuned or tuning(q.dtype, K, V, 0, False)).chunk
-    chunks = B * triton.cdiv(T, C) if cu_seqlens is None else triton.cdiv(T, C) + cu_seqlens.shape[0] - 1
+    per_row = (T + C - 1) // C  # T may be symbolic
+    chunks = B * per_row if cu_seqlens is None else per_row + cu_seqlens.shape[0] - 1
     decays = q.new_empty(2, B, T, HV, dtype=torch.float32)
     return [q.new_empty(2, B, T, HV, C), decays, v.new_empty(B, T, HV, V), q.new_empty(chunks, HV, K, V)]
 
