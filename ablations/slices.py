@@ -119,3 +119,32 @@ def plot_by(
         ax.axvline(trained_to, color="0.6", linewidth=0.8, label="longest training word", zorder=1)
     ax.set(xlabel=by, ylabel="chance-corrected accuracy", title=task)
     return ax
+
+
+def plot_by_state(rows: pd.DataFrame, task: str, families: Sequence[str], ax: Axes | None = None) -> Axes:
+    """Chance-corrected test accuracy against the size of the state: a line per family, a point per seed.
+
+    families: beginnings of the arms' names; an arm belongs to the first family that its name starts with.
+    """
+    import matplotlib.pyplot as plt
+
+    if ax is None:
+        _, ax = plt.subplots(figsize=(3.25, 2.5), layout="constrained")
+    of_task = rows[(rows["task"] == task) & (rows["role"] == "report") & (rows["status"] == "ok")]
+    corrected = (of_task["test_accuracy"] - of_task["chance"]) / (of_task["ceiling"] - of_task["chance"])
+    for family, look in figures.look_of(families).items():
+        own = of_task["arm"].str.startswith(family)
+        groups = corrected[own].groupby(of_task["state_size"][own])
+        estimates = {size: bootstrap_mean(values.to_numpy(), resamples=999) for size, values in groups}
+        sizes, colour = list(estimates), str(look["color"])
+        label = f"{family} (n = {min(e.n for e in estimates.values())} each)"
+        ax.plot(sizes, [e.value for e in estimates.values()], label=label, **look)  # type: ignore[arg-type]
+        low, high = [e.low for e in estimates.values()], [e.high for e in estimates.values()]
+        ax.fill_between(sizes, low, high, color=colour, alpha=0.12, linewidth=0)
+        ax.scatter(of_task["state_size"][own], corrected[own], s=5, color=colour, alpha=0.5, linewidths=0)
+    for level, name in ((0.0, "chance"), (1.0, "ceiling")):
+        style = ":" if name == "chance" else "--"
+        ax.axhline(level, color="0.45", linewidth=0.8, linestyle=style, label=name, zorder=1)
+    ax.set_xscale("log", base=2)
+    ax.set(xlabel="floats of recurrent state", ylabel="chance-corrected accuracy", title=task)
+    return ax

@@ -180,6 +180,17 @@ def load(out: Path | str) -> pd.DataFrame:
     return pd.concat([described, results], axis=1).sort_values(by, key=place, ignore_index=True)
 
 
+def environments(out: Path | str) -> list[dict[str, Any]]:
+    """Where the finished cells of a run were trained: every different device and set of versions."""
+    found: list[dict[str, Any]] = []
+    for path in sorted(_cells(out).glob("*.json")):
+        manifest = _read_manifest(path)
+        where = {name: manifest[name] for name in ("device", "device_name", "versions")}
+        if where not in found:
+            found.append(where)
+    return found
+
+
 def remember_order(out: Path | str, tasks: Iterable[str], arms: Iterable[str]) -> None:
     """Keep the order of a grid's tasks and arms for `load`; what is known already stays first."""
     order = _read_order(out)

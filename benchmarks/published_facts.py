@@ -1,10 +1,10 @@
-"""Do our generators and mixers reproduce what others published? Trains the three grids of ablations/grids/ and reports.
+"""Do our generators and mixers reproduce what others published? The three grids of ablations/grids/.
 
     python benchmarks/published_facts.py --device cuda --workers 4      # minutes on one GPU
     python benchmarks/published_facts.py --only s3_generators --steps 300 --seeds 2   # a look, on a CPU
 
-Writes benchmarks/results/published_facts.json (per fact: rows per arm with intervals over seeds, settings, versions) and
-figures beside it. With --steps or --seeds nothing is written but under --out: a shortened run is no result.
+Writes benchmarks/results/published_NAME.json (rows per arm with intervals over seeds, settings, versions) and a
+figure beside it. With --steps or --seeds nothing is written but under --out: a shortened run is no result.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def interval(values: pd.Series) -> dict[str, float]:
 
 
 def table(rows: pd.DataFrame, scores: pd.DataFrame, by: str) -> list[dict]:
-    """A line per task and arm. `beyond`: chance-corrected test accuracy at positions that no training word has."""
+    """A line per task and arm; scores are chance-corrected, `beyond` at positions that no training word has."""
     lines = []
     for (task, arm), of_arm in rows[rows["role"] == "report"].groupby(["task", "arm"], sort=False):
         ok = of_arm[of_arm["status"] == "ok"]
@@ -59,7 +59,9 @@ def table(rows: pd.DataFrame, scores: pd.DataFrame, by: str) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--only", choices=FACTS, action="append")
@@ -88,7 +90,7 @@ def main() -> None:
             "rows": found,
             "seconds": round(time.perf_counter() - started, 1),
             "results_version": store.RESULTS_VERSION,
-            "environment": store.environment(options.device),
+            "trained_on": store.environments(out),
         }
         print(f"\n{title}")
         for line in found:
@@ -106,8 +108,10 @@ def main() -> None:
             labels = list(dict.fromkeys(rows["task"]))
             figure, axes = figures.panels(len(labels), sharey=True)
             for ax, label in zip(axes, labels, strict=True):
-                trained_to = grid.task(label).length if by == "position" else None
-                slices.plot_by(scores, by, label, trained_to, ax=ax)
+                if name == "mqar_state_size":
+                    slices.plot_by_state(rows, label, ("GDN", "additive with decay"), ax)
+                else:
+                    slices.plot_by(scores, by, label, grid.task(label).length, ax=ax)
             figures.legend_below(figure, axes, columns=2)
             figures.save(figure, target / f"published_{name}")
 
