@@ -151,6 +151,25 @@ def test_marked_blocks():
                 assert len(answers) == (7 if scoring == "dense" else 1)
 
 
+@pytest.mark.parametrize("symbols", [2, 4, 5, 6])
+def test_what_is_no_palindrome_differs_in_one_pair_drawn_at_random(symbols):
+    task = tasks.get("palindrome", symbols=symbols, length=80)
+    pairs = symbols // 2
+    where, operands = [0] * pairs, [0] * 8
+    for words, asked in spelled(task, n=400):
+        for t, answer in asked.items():
+            block = words[t - symbols : t]
+            unequal = [j for j in range(pairs) if block[j] != block[-1 - j]]
+            assert len(unequal) == (answer == "NO")
+            for j in unequal:
+                where[j] += 1
+            for word in block:
+                operands[int(word[1:])] += 1
+    for counts in (where, operands):
+        mean = sum(counts) / len(counts)
+        assert max(abs(c - mean) for c in counts) < 6 * mean**0.5
+
+
 def recall_rule(name, words, key, t):
     """The answer to the question whose last token is at t, by looking through the row."""
     body = words[:t]
