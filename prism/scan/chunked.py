@@ -120,7 +120,8 @@ class _Scan(torch.autograd.Function):
         else:
             w[:, 0] = beta * e
         o = bmm(reads[:, 0], S).baddbmm_(A[:, 0].flatten(2), w.flatten(1, 2))
-        o = lay.join(o, HV).to(out_dtype)
+        # Autograd refuses in-place edits of results that are views, of memory of their own though it is.
+        o, final = lay.join(o, HV).to(out_dtype).detach(), final.detach()
         return o, final, qk, x, w, gamma, start, end, reads, ends, A, solve, e, Y, S, beta
 
     @staticmethod

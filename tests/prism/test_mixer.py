@@ -353,6 +353,8 @@ def test_a_cache_is_a_value():
     again = mixer(x[:, 4:], cache, use_cache=True)[0]
     assert torch.equal(once, again)
     assert all(torch.equal(a, b) for a, b in zip(cache, kept, strict=True))
+    # And holds no more memory than it shows: a view would keep all of the sequence.
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in cache)
 
 
 @pytest.mark.parametrize("T", range(1, 18))

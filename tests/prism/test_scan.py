@@ -204,6 +204,24 @@ def test_gradients_through_one_of_the_two_results(scan_cases, used):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.parametrize("offsets", [None, [0, 0, 5, 37]])
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+def test_results_may_be_edited_in_place(scan_cases, backend, offsets):
+    """As far as autograd lets: the last read of "recurrent" needs its state as it was."""
+
+    def edited(**x):
+        o, state = prism_scan(**x)
+        return o.mul_(2.0), state.mul_(3.0) if backend == "chunked" else state * 3.0
+
+    def plain(**x):
+        o, state = prism_scan(**x)
+        return o * 2.0, state * 3.0
+
+    inputs = scan_cases.make(offsets=offsets)
+    want = scan_cases.results(inputs, "recurrent", scan=plain)
+    scan_cases.assert_close(scan_cases.results(inputs, backend, scan=edited), want, 1e-10)
+
+
 # --- auto ---
 
 
