@@ -3,7 +3,7 @@
     python benchmarks/published_facts.py --device cuda --workers 4      # minutes on one GPU
     python benchmarks/published_facts.py --only s3_generators --steps 300 --seeds 2   # a look, on a CPU
 
-Writes benchmarks/results/published_NAME.json (rows per arm with intervals over seeds, settings, versions) and a
+Writes benchmarks/results/published_NAME.json (rows per arm, intervals over seeds, settings, versions) and a
 figure beside it. With --steps or --seeds nothing is written but under --out: a shortened run is no result.
 """
 
@@ -34,7 +34,7 @@ def interval(values: pd.Series) -> dict[str, float]:
 
 
 def table(rows: pd.DataFrame, scores: pd.DataFrame, by: str) -> list[dict]:
-    """A line per task and arm; scores are chance-corrected, `beyond` at positions that no training word has."""
+    """A line per task and arm; scores chance-corrected, `beyond`: at positions that no training word has."""
     lines = []
     for (task, arm), of_arm in rows[rows["role"] == "report"].groupby(["task", "arm"], sort=False):
         ok = of_arm[of_arm["status"] == "ok"]
