@@ -373,7 +373,7 @@ def ptx_of_the_chunk_kernel(K, V, dtype, *, writes):
     ids=str,
 )
 def test_no_product_becomes_the_instruction_that_is_compiled_wrongly(K, dtype):
-    """Triton 3.4 to 3.7 gets wgmma wrong on Hopper where an operand was computed; 16 rows are too few for it."""
+    """Triton 3.4 to 3.7 gets wgmma wrong on Hopper where it computed an operand; 16 rows are too few."""
     ptx = ptx_of_the_chunk_kernel(K, K, dtype, writes=True)
     assert "wgmma" not in ptx
     assert "mma.sync" in ptx or "fma.rn.f32" in ptx
