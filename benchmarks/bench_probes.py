@@ -1,7 +1,7 @@
 """Rank probe against full singular value decompositions of the formed matrices: same values, time ratio.
 
 python benchmarks/bench_probes.py                   # one CPU thread -> benchmarks/results/probes_cpu.json
-python benchmarks/bench_probes.py --device cuda     # also the alternatives for a GPU -> probes_cuda.json
+python benchmarks/bench_probes.py --device cuda     # -> benchmarks/results/probes_cuda.json
 """
 
 from __future__ import annotations
@@ -35,39 +35,13 @@ def milliseconds(function: Callable[[], Any], device: str) -> float:
 
 
 def medians(functions: dict[str, Callable[[], Any]], device: str, repeats: int) -> dict[str, float]:
-    """Medians over rounds that run every function once: what else the machine does then meets all of them
-    alike.
-    """
+    """Medians over rounds that run every function once: a disturbance meets all of them alike."""
     for function in functions.values():
         function()
     rounds = [
         {name: milliseconds(function, device) for name, function in functions.items()} for _ in range(repeats)
     ]
     return {name: statistics.median(one[name] for one in rounds) for name in functions}
-
-
-def batched_qr(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    a, b = (torch.linalg.qr(x.double().mT, mode="r").R for x in (left, right))
-    return torch.linalg.svdvals(a @ b.mT)
-
-
-def gram_schmidt_svd(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    a, b = (rank._triangle_by_gram_schmidt(x) for x in (left, right))
-    return torch.linalg.svdvals(a @ b.mT)
-
-
-def cholesky_qr2(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """CholeskyQR twice, in float64: fails where the factors of a token are dependent (kappa = k), which the
-    probe must take.
-    """
-
-    def triangle(rows: torch.Tensor) -> torch.Tensor:
-        columns = rows.double().mT
-        first = torch.linalg.cholesky_ex(columns.mT @ columns).L.mT
-        q = torch.linalg.solve_triangular(first, columns, upper=True, left=False)
-        return torch.linalg.cholesky_ex(q.mT @ q).L.mT @ first
-
-    return rank._jacobi_singular_values(triangle(left) @ triangle(right).mT)
 
 
 def ill_conditioned(device: str) -> float:
@@ -110,14 +84,7 @@ def main() -> None:
         "probe and the four measures": lambda: rank.rank_measures(
             rank.factor_singular_values(left, right), rank.factor_threshold(left, right, torch.float32)
         )["effective"],
-        "qr": lambda: rank.factor_singular_values(left, right, method="qr"),
-        "gram_schmidt": lambda: rank.factor_singular_values(left, right, method="gram_schmidt"),
     }
-    if device == "cuda":
-        methods |= {
-            "batched qr": lambda: batched_qr(left, right),
-            "choleskyqr2": lambda: cholesky_qr2(left, right),
-        }
     truth = torch.linalg.svdvals((left[:timed].double().mT @ right[:timed].double()).cpu())[:, :TERMS]
     error = ((methods["probe"]()[:timed].cpu() - truth) / truth).abs().max().item()
     times = medians({"full": full} | methods, device, args.repeats)

@@ -31,31 +31,23 @@ _PIECE_BYTES = {False: 2 << 20, True: 256 << 20}
 
 
 def factor_singular_values(
-    left: Float[Tensor, "*batch R V"], right: Float[Tensor, "*batch R K"], *, method: str = "auto"
+    left: Float[Tensor, "*batch R V"], right: Float[Tensor, "*batch R K"]
 ) -> Float[Tensor, "*batch M"]:
     """Singular values, descending, of sum_r left_r right_r^T, M = min(R, V, K) of them, in float64.
 
-    method: `qr` (Householder QR by LAPACK, the choice on a CPU), `gram_schmidt` (modified Gram-Schmidt for
-    the triangular factors, then one-sided Jacobi on the core, both in float64 as element-wise operations over
-    the batch: the choice on a GPU, where batched QR and SVD run matrix by matrix) or `auto`. The triangular
-    factor of modified Gram-Schmidt is as accurate as Householder's (Bjorck 1967); only its Q is not, and no Q
-    is needed.
+    Householder QR of both factors and the SVD of the small core, batched, on a CPU and on a GPU
+    (benchmarks/bench_probes.py times it against the SVD of the formed matrices).
 
-    Raises ValueError for shapes that do not belong together, an unknown method, or non-finite factors.
+    Raises ValueError for shapes that do not belong together and for non-finite factors.
     """
     _check_factors(left, right)
-    if method == "auto":
-        method = "gram_schmidt" if left.is_cuda else "qr"
-    kernel = {"qr": _core_by_qr, "gram_schmidt": _core_by_gram_schmidt}.get(method)
-    if kernel is None:
-        raise ValueError(f"method: expected 'auto', 'qr' or 'gram_schmidt', got {method!r}")
     batch, (terms, v_width), k_width = left.shape[:-2], left.shape[-2:], right.shape[-1]
     piece = max(1, _PIECE_BYTES[left.is_cuda] // (8 * terms * max(v_width, k_width)))
     flat_left, flat_right = left.reshape(-1, terms, v_width), right.reshape(-1, terms, k_width)
     pieces = zip(flat_left.split(piece), flat_right.split(piece), strict=True)
     count = min(terms, v_width, k_width)
     sigma = (
-        torch.cat([kernel(a, b) for a, b in pieces])
+        torch.cat([_core_singular_values(a, b) for a, b in pieces])
         if batch.numel()
         else flat_left.new_zeros(0, count).double()
     )
@@ -147,59 +139,15 @@ def _row_norms(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=-1, dtype=torch.promote_types(rows.dtype, torch.float32))
 
 
-def _core_by_qr(left: Tensor, right: Tensor) -> Tensor:
-    core = _triangle_by_qr(left) @ _triangle_by_qr(right).mT
+def _core_singular_values(left: Tensor, right: Tensor) -> Tensor:
+    core = _triangle(left) @ _triangle(right).mT
     if not torch.isfinite(core).all():  # LAPACK would raise its own, less clear error
         return torch.full_like(core[..., 0], torch.nan)
     return torch.linalg.svdvals(core)
 
 
-def _triangle_by_qr(rows: Tensor) -> Tensor:
+def _triangle(rows: Tensor) -> Tensor:
     return torch.linalg.qr(rows.double().mT, mode="r").R
-
-
-def _core_by_gram_schmidt(left: Tensor, right: Tensor) -> Tensor:
-    return _jacobi_singular_values(_triangle_by_gram_schmidt(left) @ _triangle_by_gram_schmidt(right).mT)
-
-
-def _triangle_by_gram_schmidt(rows: Tensor) -> Tensor:
-    rest = list(rows.double().unbind(-2))
-    triangle = rest[0].new_zeros(*rest[0].shape[:-1], len(rest), len(rest))
-    for i, row in enumerate(rest):
-        norm = torch.linalg.vector_norm(row, dim=-1)
-        triangle[..., i, i] = norm
-        unit = row / torch.where(norm > 0, norm, 1.0)[..., None]
-        for j in range(i + 1, len(rest)):
-            overlap = (unit * rest[j]).sum(-1)
-            triangle[..., i, j] = overlap
-            rest[j] = rest[j] - overlap[..., None] * unit
-    return triangle
-
-
-def _jacobi_singular_values(core: Tensor) -> Tensor:
-    """One-sided Jacobi (Hestenes 1958) over a batch of small matrices: rotate pairs of columns until
-    orthogonal.
-
-    R + 2 sweeps (10 at most) are two more than the worst of 20,000 random, graded, dependent or nearly equal
-    matrices needs for float64 accuracy; a fixed number avoids a synchronisation per sweep on a GPU.
-    """
-    sweeps = min(core.shape[-1] + 2, 10)
-    columns = list(core.unbind(-1))
-    for _ in range(sweeps):
-        for i in range(len(columns) - 1):
-            for j in range(i + 1, len(columns)):
-                x, y = columns[i], columns[j]
-                xx, yy, xy = (x * x).sum(-1), (y * y).sum(-1), (x * y).sum(-1)
-                skip = xy.abs() <= 1e-300
-                zeta = (yy - xx) / torch.where(skip, 1.0, 2 * xy)
-                tan = torch.copysign(1.0 / (zeta.abs() + torch.sqrt(1 + zeta.square())), zeta)
-                tan = torch.where(skip, 0.0, tan)
-                cos = torch.rsqrt(1 + tan.square())
-                sin = cos * tan
-                columns[i] = cos[..., None] * x - sin[..., None] * y
-                columns[j] = sin[..., None] * x + cos[..., None] * y
-    norms = torch.stack([torch.linalg.vector_norm(c, dim=-1) for c in columns], -1)
-    return norms.sort(-1, descending=True).values
 
 
 def _check_factors(left: Tensor, right: Tensor) -> None:
