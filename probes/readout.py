@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SOURCES = {"state": "mixer.state", "mixer": "mixer_out", "residual": "resid_post"}
 IGNORE = -100
+_PIECE_BYTES = 1 << 28
 
 
 @torch.no_grad()
@@ -71,18 +72,16 @@ def readout(
     score, bounds = np.full(shape, np.nan), np.full((*shape, 2), np.nan)
     majority = np.full((len(targets), len(at)), np.nan)
     for m, one in enumerate(models.values()):
-        for s, source in enumerate(sources):
-            for l in layers:
-                features = _features(one, inputs, source, l, at, max_features, seed)
-                if features is None:
-                    continue
-                for k, wanted in enumerate(targets.values()):
-                    for p, t in enumerate(at):
-                        hits, n, base = _fit(features[:, p], wanted[:, t].numpy())
-                        majority[k, p] = base
-                        if n:
-                            score[m, k, s, l, p] = hits / n
-                            bounds[m, k, s, l, p] = _wilson(hits, n)
+        features = _features(one, inputs, sources, at, max_features, seed)
+        for (source, l), found in features.items():
+            for k, wanted in enumerate(targets.values()):
+                for p, t in enumerate(at):
+                    hits, n, base = _fit(found[:, p], wanted[:, t].numpy())
+                    majority[k, p] = base
+                    if n:
+                        place = (m, k, list(sources).index(source), l, p)
+                        score[place] = hits / n
+                        bounds[place] = _wilson(hits, n)
     dims = ("weights", "label", "source", "layer", "token")
     return xr.Dataset(
         {
@@ -171,28 +170,26 @@ def _centre(at: xr.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _features(
-    model: Any, inputs: Tensor, source: str, layer: int, at: list[int], limit: int, seed: int
-) -> np.ndarray | None:
-    """[B, P, features], or None for a layer that has no such tensor."""
-    name = f"blocks.{layer}.{SOURCES[source]}"
-    if name not in model.hook_shapes(*inputs.shape):
-        return None
+    model: Any, inputs: Tensor, sources: Sequence[str], at: list[int], limit: int, seed: int
+) -> dict[tuple[str, int], np.ndarray]:
+    """(source, layer) -> [B, P, features], where the layer has such a tensor; the model runs once."""
+    B, T = inputs.shape
+    existing = model.hook_shapes(B, T)
+    every = {(s, l): f"blocks.{l}.{SOURCES[s]}" for s in sources for l in range(len(model.blocks))}
+    names = {place: name for place, name in every.items() if name in existing}
     tokens = inputs.to(next(model.parameters()).device)
-    parts = []
-    for piece in tokens.split(256):
-        if source == "state":
-            _, cache = model.run_with_cache(piece, names=[name], positions=at)
-            tensor = cache[name]
-        else:
-            _, cache = model.run_with_cache(piece, names=[name])
-            tensor = cache[name][:, at]
-        tensor = tensor.flatten(2).float()
-        if tensor.shape[-1] > limit:
-            generator = torch.Generator().manual_seed(seed)
-            project = torch.randn(tensor.shape[-1], limit, generator=generator) / math.sqrt(limit)
-            tensor = tensor @ project.to(tensor)
-        parts.append(tensor.cpu())
-    return torch.cat(parts).numpy()
+    each = model.estimate_cache_bytes((1, T), list(names.values()), at)
+    parts: dict[tuple[str, int], list[Tensor]] = {place: [] for place in names}
+    for piece in tokens.split(max(1, min(256, _PIECE_BYTES // max(1, each)))):
+        _, cache = model.run_with_cache(piece, names=list(names.values()), positions=at)
+        for place, name in names.items():
+            tensor = (cache[name] if place[0] == "state" else cache[name][:, at]).flatten(2).float()
+            if tensor.shape[-1] > limit:
+                generator = torch.Generator().manual_seed(seed)
+                project = torch.randn(tensor.shape[-1], limit, generator=generator) / math.sqrt(limit)
+                tensor = tensor @ project.to(tensor)
+            parts[place].append(tensor.cpu())
+    return {place: torch.cat(found).numpy() for place, found in parts.items()}
 
 
 def _fit(features: np.ndarray, labels: np.ndarray) -> tuple[int, int, float]:
