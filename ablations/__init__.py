@@ -67,17 +67,28 @@ __all__ = [
 
 
 def _require_own(*names: str) -> None:
-    """Raise ImportError where a sibling package is missing or is another distribution of the same name."""
+    """Raise ImportError where a sibling package is missing, or another one or a mere folder hides it."""
     home = Path(__file__).resolve().parent.parent
     for name in names:
         spec = importlib.util.find_spec(name)
         origin = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
-        if origin != home / name / "__init__.py":
-            raise ImportError(
-                f"ablations needs prism-lab's own package {name!r} at {home / name}, but {name!r} resolves "
-                f"to {origin or 'nothing'}. Other distributions carry that name too: uninstall them "
-                f"(pip uninstall {name}) or install prism-lab in an environment of its own."
-            )
+        if origin == home / name / "__init__.py":
+            continue
+        found = f"resolves to {origin or 'nothing'}"
+        remedy = (
+            "Other distributions carry that name too: uninstall them "
+            f"(pip uninstall {name}) or install prism-lab in an environment of its own."
+        )
+        if spec is not None and origin is None:
+            # A folder on sys.path (the working directory is) is a namespace package to Python, and comes
+            # before an editable installation.
+            folders = ", ".join(dict.fromkeys(spec.submodule_search_locations or ()))
+            found = f"is hidden by a folder of that name without __init__.py: {folders}"
+            remedy = "Rename it, or start Python elsewhere."
+        raise ImportError(
+            f"ablations needs prism-lab's own package {name!r} at {home / name}, "
+            f"but {name!r} {found}. {remedy}"
+        )
 
 
 _require_own("prism", "tasks", "probes")

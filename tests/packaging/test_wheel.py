@@ -56,7 +56,9 @@ def test_imports_away_from_the_checkout(wheel, tmp_path):
         "assert model(tasks.get('xor').batch(2).inputs).isfinite().all()\n"
     )
     env = {**os.environ, "PYTHONPATH": str(site)}
-    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -72,9 +74,40 @@ def test_a_stranger_of_the_same_name_is_named(wheel, tmp_path, package, stranger
     (first / stranger / "__init__.py").write_text("")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(first), str(site)])}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", f"import {package}"], cwd=tmp_path, env=env, capture_output=True, text=True
+        [sys.executable, "-P", "-c", f"import {package}"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: ")
     assert str(first / stranger) in last
+
+
+@pytest.mark.parametrize("package", ["probes", "ablations"])
+def test_a_folder_that_hides_an_editable_package_is_named(tmp_path, package):
+    """An editable installation is found after sys.path, on which any folder is a package to Python."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    code = (
+        "import importlib.machinery, importlib.util, pathlib, sys\n"
+        f"root = pathlib.Path({str(ROOT)!r})\n"
+        f"sys.path = [{str(tmp_path)!r}] + [p for p in sys.path if pathlib.Path(p).resolve() != root]\n"
+        "class Editable:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        f"        if name in {PACKAGES!r}:\n"
+        "            return importlib.util.spec_from_file_location(name, root / name / '__init__.py')\n"
+        "sys.meta_path.append(Editable)\n"
+        f"import {package}\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == (
+        f"ImportError: {package} needs prism-lab's own package 'tasks' at {ROOT / 'tasks'}, but 'tasks' "
+        f"is hidden by a folder of that name without __init__.py: {folder}. "
+        "Rename it, or start Python elsewhere."
+    )
