@@ -78,7 +78,7 @@ def prism_scan(
     Nothing is clamped or normalised. The eigenvalues of the transition are alpha_t and
     alpha_t (1 - beta_t |k_t|^2): whoever wants a stable memory sees to |k_t| <= 1, 0 <= beta_t <= 2 and
     log_decay_t <= 0. Keys far longer than 1 make the state, and rounding errors with it, grow exponentially
-    within a few tokens. log_decay = -inf gives NaN: a reset is a new sequence in `cu_seqlens`.
+    within a few tokens. log_decay = -inf is NaN in chunks: a reset is a new sequence in `cu_seqlens`.
 
     Example:
         >>> import torch

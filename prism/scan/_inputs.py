@@ -82,7 +82,7 @@ def canonical(
     if scale is None:
         scale = K**-0.5
     elif isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
-        _fail("scale", "be a finite number or None", scale)
+        _fail("scale", "be a finite number or None", repr(scale))
 
     N = B
     if cu_seqlens is not None:

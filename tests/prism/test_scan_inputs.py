@@ -76,7 +76,8 @@ BAD = {
         {"write_v": torch.zeros(2, 37, 4, 2, 6)},
         "write_v must have dtype float64 beside q of float64, got float32",
     ),
-    "scale": ({"scale": "big"}, "scale must be a finite number or None, got big"),
+    "scale": ({"scale": "big"}, "scale must be a finite number or None, got 'big'"),
+    "scale tensor": ({"scale": torch.tensor(1.0)}, "scale must be a finite number or None, got tensor(1.)"),
     "scale nan": ({"scale": float("nan")}, "scale must be a finite number or None, got nan"),
     "state shape": (
         {"initial_state": torch.zeros(2, 4, 6, 8, dtype=f64)},
