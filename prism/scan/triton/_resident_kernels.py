@@ -60,15 +60,6 @@ def _keys(x, KR: tl.constexpr, KL: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def _two_keys(x, y, KR: tl.constexpr, KL: tl.constexpr, BV: tl.constexpr):
-    """_keys of both, which cross the shared memory side by side and wait once."""
-    G: tl.constexpr = x.shape[0]
-    z = tl.permute(tl.reshape(tl.join(x, y), (G, KL, KR, 2)), (2, 1, 0, 3))
-    z = tl.reshape(tl.broadcast_to(z[:, :, :, None, :], (KR, KL, G, BV, 2)), (KR, KL, G * BV, 2))
-    return tl.split(z)
-
-
-@triton.jit
 def _wide(x):
     """Numbers [G * BV] spread over the tile."""
     return x[None, None, :]
@@ -174,20 +165,14 @@ def forward_kernel(
         for u in tl.static_range(U):
             q_t, k_t, v_t, g_t, beta_t, writes = tokens[u]
             ok = t + u < left
-            k_t, q_t = _two_keys(k_t, q_t, KR, KL, BV)
+            k_t = _keys(k_t, KR, KL, BV)
             alpha = tl.exp(g_t)
             e_t = v_t - alpha * _read(S, k_t)
             S = _wide(alpha) * S + k_t * _wide(beta_t * e_t)
-            for l in tl.static_range(0, L, 2):
+            for l in tl.static_range(L):
                 write = writes[l]
-                if l + 1 < L:
-                    write_2 = writes[l + 1]
-                    x, x_2 = _two_keys(write[0], write_2[0], KR, KL, BV)
-                    S += x * _wide(write[1])
-                    S += x_2 * _wide(write_2[1])
-                else:
-                    S += _keys(write[0], KR, KL, BV) * _wide(write[1])
-            o_t = scale * _read(S, q_t)
+                S += _keys(write[0], KR, KL, BV) * _wide(write[1])
+            o_t = scale * _read(S, _keys(q_t, KR, KL, BV))
             at = (tl.cast(t, tl.int64) + u) * HV * V
             tl.store(o + at, o_t.to(o.dtype.element_ty), mask=ok)
             if SAVE:
@@ -256,18 +241,13 @@ def reverse_kernel(
             )
         for u in tl.static_range(U - 1, -1, -1):
             q_t, k_t, do_t, g_t, beta_t, writes, e_t = tokens[u]
-            k_t, q_t = _two_keys(k_t, q_t, KR, KL, BV)
+            k_t = _keys(k_t, KR, KL, BV)
             at = tl.cast(t, tl.int64) + u
             ok = t + u < left
-            dS += q_t * _wide(scale * do_t)
-            for l in tl.static_range(0, L, 2):
-                dw_at = dwrite_v + (at * HV * L + l) * V
-                if l + 1 < L:
-                    x, x_2 = _two_keys(writes[l], writes[l + 1], KR, KL, BV)
-                    tl.store(dw_at + V, _read(dS, x_2).to(dwrite_v.dtype.element_ty), mask=ok)
-                else:
-                    x = _keys(writes[l], KR, KL, BV)
-                tl.store(dw_at, _read(dS, x).to(dwrite_v.dtype.element_ty), mask=ok)
+            dS += _keys(q_t, KR, KL, BV) * _wide(scale * do_t)
+            for l in tl.static_range(L):
+                dw_t = _read(dS, _keys(writes[l], KR, KL, BV))
+                tl.store(dwrite_v + (at * HV * L + l) * V, dw_t.to(dwrite_v.dtype.element_ty), mask=ok)
             dU = _read(dS, k_t)
             dR = beta_t * dU
             tl.store(dv + at * HV * V, dR.to(dv.dtype.element_ty), mask=ok)
