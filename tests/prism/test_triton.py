@@ -379,6 +379,108 @@ def test_no_product_becomes_the_instruction_that_is_compiled_wrongly(K, dtype):
     assert "mma.sync" in ptx or "fma.rn.f32" in ptx
 
 
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ((128 * 4096, 4096, 1, 16, 16, 2), "resident"),
+        ((64, 64, 16, 128, 128, 0), "resident"),  # a decoding step
+        ((255, 1, 1, 64, 64, 0), "resident"),
+        ((256, 1, 1, 64, 64, 0), "chunkwise"),
+        ((1023, 1, 1, 32, 32, 0), "resident"),
+        ((1024, 1, 1, 32, 32, 0), "chunkwise"),
+        ((1024 * 257, 257, 1, 32, 32, 0), "resident"),
+        ((4096 * 4, 4, 16, 128, 128, 2), "chunkwise"),
+        ((4096, 1, 1, 129, 16, 0), "resident"),
+    ],
+)
+def test_the_implementation_is_chosen_by_shape(monkeypatch, shape, name):
+    from prism.scan.triton import _operator, chunkwise, resident
+
+    monkeypatch.setattr(_operator, "TRUSTED", (resident, chunkwise))
+    assert _operator.choose(*shape).__name__ == f"prism.scan.triton.{name}"
+    monkeypatch.setattr(_operator, "TRUSTED", (resident,))
+    assert _operator.choose(*shape) is resident
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [16, 64])
+@pytest.mark.parametrize("T", [255, 256, 1023, 1024])
+def test_both_sides_of_the_boundary(T, K):
+    check(problem(1, T, 2, K, K, 1, device="cuda", decay=0.1))
+
+
+class RecordedDriver:
+    """A CUDA driver that keeps what a launch hands over, so that launches can be compared without a GPU."""
+
+    def __init__(self):
+        self.calls = calls = []
+        self.utils = self
+
+        class Launcher:
+            def __init__(self, source, metadata):
+                self.name = source.fn.__name__
+
+            def __call__(
+                self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments
+            ):
+                kinds = [(a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in arguments]
+                calls.append((self.name, (x, y, z), stream, function, kinds))
+
+        self.launcher_cls = Launcher
+
+    def load_binary(self, name, kernel, shared, device):
+        return None, hash(kernel), 32, 0, 1024
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232448}
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 7
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is launched under TRITON_INTERPRET=1")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the CUDA driver")
+@pytest.mark.parametrize(("L", "packed"), [(0, False), (2, True)])
+def test_a_repeated_launch_hands_over_what_triton_would(monkeypatch, L, packed):
+    triton = pytest.importorskip("triton")
+    from prism.scan.triton import _launch, _operator, resident
+
+    driver = RecordedDriver()
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(_operator, "choose", lambda *_: resident)
+
+    def launches(B, T):
+        lengths = [0, 0, T] if packed else None
+        x = cast(
+            problem(1 if packed else B, T, 2, 16, 16, L, H=1, device="cpu", N=2 if packed else B),
+            torch.float32,
+        )
+        inputs = [x["q"], x["k"], x["v"], x["log_decay"], x["beta"], x.get("write_k"), x.get("write_v"), 0.25]
+        inputs += [x["initial_state"], torch.tensor(lengths) if packed else None]
+        driver.calls.clear()
+        saved = resident.allocate(inputs[0], inputs[2], inputs[5], inputs[9])
+        o, last = resident.forward(*inputs, saved)
+        resident.backward(o, last, *inputs, saved)
+        return list(driver.calls)
+
+    monkeypatch.setattr(_launch, "_compiled", {})
+    launches(1, 16)  # fills the cache
+    for B, T in ((1, 16), (3, 1), (16, 33)):
+        again = launches(B, T)
+        monkeypatch.setattr(_launch, "_compiled", {})
+        assert again == launches(B, T)  # the same functions, grids and arguments
+        assert [call[0] for call in again] == ["forward_kernel", "reverse_kernel", "chunk_kernel"]
+
+
 # An operator like any other ---------------------------------------------------------------------------------
 
 

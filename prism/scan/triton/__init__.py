@@ -1,8 +1,9 @@
 """The GPU kernels of the scan, as one PyTorch operator with two implementations behind it.
 
-`resident` keeps the state of one sequence and head on chip from the first token to the last: right for every
-shape, and fast where sequences are many and narrow. `chunkwise` works on the chunks of a long sequence in
-parallel. `choose` picks by shape; a caller sees one operator. `_operator.py` says what an implementation is.
+`resident` keeps the state of one sequence and head on chip from the first token to the last: right for
+every shape, and fast where sequences are many and narrow. `chunkwise` works on the chunks of a long
+sequence in parallel. `choose` picks by shape, and says which it trusts; a caller sees one operator.
+`_operator.py` says what an implementation is.
 
 With TRITON_INTERPRET=1 set before triton is imported, the same kernels run on CPU tensors in float32.
 """

@@ -32,19 +32,35 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from prism.scan.triton import resident
+from prism.scan.triton import chunkwise, resident
 from prism.scan.triton._resident_kernels import forward_kernel
 
 INTERPRETED: bool = not isinstance(forward_kernel, triton.runtime.JITFunction)
 """True where TRITON_INTERPRET=1 was set before triton was imported."""
 
 
-def choose(T: int, N: int, HV: int, K: int, V: int, L: int) -> ModuleType:
-    """The implementation for T tokens in all, N sequences, HV value heads, widths K and V, L writes a token.
+TRUSTED = (resident,)
+"""Implementations whose tests have passed on a GPU in their present form; `choose` takes no other."""
 
-    Every answer is right; which one is faster was measured (benchmarks/NOTES.md).
+
+def choose(T: int, N: int, HV: int, K: int, V: int, L: int) -> ModuleType:
+    """The implementation for T tokens in all, N sequences, HV value heads, widths K, V and L writes a token.
+
+    | wider of K, V | mean length T / N | pairs N * HV | implementation           |
+    |---------------|-------------------|--------------|--------------------------|
+    | 33 to 128     | from 256          | any          | chunkwise, where trusted |
+    | up to 32      | from 1024         | up to 256    | chunkwise, where trusted |
+    | others        |                   |              | resident                 |
+
+    `resident` takes a step a token and needs many pairs to fill a GPU; `chunkwise` takes a step a chunk and pays
+    for products of tiles, least where heads are wide.
     """
-    return resident
+    width, length = max(K, V), T // max(N, 1)
+    if chunkwise not in TRUSTED or width > chunkwise.MAX_WIDTH or length < 256:
+        return resident
+    if width <= 32 and (length < 1024 or N * HV > 256):
+        return resident
+    return chunkwise
 
 
 def _choose(q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | None) -> ModuleType:
