@@ -83,9 +83,10 @@ def errors(scan: Scan, D: int, L: int, dtype: torch.dtype) -> dict[str, float]:
     exact = {n: a.detach().double().requires_grad_() for n, a in x.items()}
     do = torch.randn_like(x["v"])
     want = both(lambda **y: prism_scan(**y, backend="recurrent")[0], exact, do.double())
-    found = both(scan, x, do)
+    found = [a.detach() for a in both(scan, x, do)]
     return {
-        n: float((f.double() - w).norm() / w.norm()) for n, f, w in zip(("o", *x), found, want, strict=True)
+        n: float((f.double() - w.detach()).norm() / w.detach().norm())
+        for n, f, w in zip(("o", *x), found, want, strict=True)
     }
 
 

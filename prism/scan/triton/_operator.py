@@ -52,8 +52,8 @@ def choose(T: int, N: int, HV: int, K: int, V: int, L: int) -> ModuleType:
     | up to 32      | from 1024         | up to 256    | chunkwise, where trusted |
     | others        |                   |              | resident                 |
 
-    `resident` takes a step a token and needs many pairs to fill a GPU; `chunkwise` takes a step a chunk and pays
-    for products of tiles, least where heads are wide.
+    `resident` takes a step a token and needs many pairs to fill a GPU; `chunkwise` takes a step a chunk and
+    pays for products of tiles, least where heads are wide.
     """
     width, length = max(K, V), T // max(N, 1)
     if chunkwise not in TRUSTED or width > chunkwise.MAX_WIDTH or length < 256:
