@@ -170,9 +170,14 @@ def probe(
 ) -> None:
     """Look into the trained models of a run, and draw what a probe measures in each arm.
 
-    Measures: update-rank, state-rank, window-rank, residual-decay, step-cosines, anchor-fidelity,
-    gain-fidelity and others; an unknown name lists them all. Arms without refinement are left out of the
-    measures of the refinement.
+    [bold]Rank[/bold]: update-rank, state-rank, window-rank.\n
+    [bold]Refinement[/bold]: residual-decay, step-cosines, anchor-fidelity, anchor-horizon, gain-fidelity,
+    solver-fidelity (arms that lack what is measured are left out).\n
+    [bold]Memory[/bold]: transition, readback, perturbation-growth.\n
+    [bold]Use[/bold]: readout, causal-share.
+
+    Figures go to RUN/figures. The run must have kept its models (prism demo does, prism ablate with
+    --save-models).
     """
     from ablations import probing
 

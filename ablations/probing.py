@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 
 DEFAULT = ("update_rank", "state_rank", "residual_decay")
 _PLOT_OPTIONS = {"state_rank": {"measure": "effective"}}  # numerically, states reach their bound at once
-_OF_THE_REFINEMENT = {
-    "residual_decay",
-    "step_cosines",
-    "anchor_fidelity",
-    "anchor_horizon",
-    "gain_fidelity",
-    "solver_fidelity",
+_READS = {
+    "residual_decay": "residual",
+    "step_cosines": "delta",
+    "anchor_fidelity": "anchor",
+    "anchor_horizon": "anchor",
+    "gain_fidelity": "gain",
+    "solver_fidelity": "anchor",
+    "readout": None,
+    "causal_share": None,
 }
+"""What a measure reads of every mixer; those not named here read the scan's inputs."""
 
 
 def load_models(run: Path | str, task: str, arm: str) -> list[tuple[int, PrismModel]]:
@@ -55,8 +58,7 @@ def measure(run: Path | str, name: str, task: str, arm: str, sequences: int = 8)
     Each seed's model reads the first `sequences` of the test sequences it was scored on. Measures that score
     answers read at least 256: causal_share gives all models the same ones, readout reads out the answers.
     """
-    if name not in probes.MEASURES:
-        raise ValueError(f"measure: expected one of {', '.join(probes.MEASURES)}, got {name!r}")
+    _check_measure(name)
     made, models, needs = task_of(run, task, arm), load_models(run, task, arm), probes.MEASURES[name].needs
     sequences = max(sequences, 256) if needs else sequences
     if "targets" in needs:
@@ -100,8 +102,16 @@ def draw_many(
     """Draw several measures, a figure per measure and task; the default is ranks and residual decay of all
     arms.
 
-    Arms without refinement have no residual and are left out of the measures of the refinement.
+    An arm whose mixer lacks what a measure reads (a residual without refinement, a gain that is not learned,
+    a scan in attention) is left out of it. Raises ValueError for an unknown measure, task or arm, and where a
+    measure that was asked for by name finds no arm at all.
     """
+    wanted = [name.replace("-", "_") for name in names or DEFAULT]
+    for name in wanted:
+        _check_measure(name)
+    rows = store.load(run)
+    if task is not None and task not in set(rows["task"]):
+        raise ValueError(f"task: expected one of {list(dict.fromkeys(rows['task']))}, got {task!r}")
     have = arms_with_models(run, task)
     if not have:
         raise FileNotFoundError(
@@ -112,15 +122,19 @@ def draw_many(
             raise ValueError(
                 f"arm: expected one of {list(dict.fromkeys(name for _, name in have))}, got {arm!r}"
             )
-    drawn = []
-    for name in names or DEFAULT:
-        name = name.replace("-", "_")
+    drawn: list[Path] = []
+    for name in wanted:
+        before = len(drawn)
         for label in dict.fromkeys(found for found, _ in have):
             chosen = [arm for found, arm in have if found == label and (not arms or arm in arms)]
-            if name in _OF_THE_REFINEMENT:
-                chosen = [arm for arm in chosen if _refines(run, label, arm)]
+            chosen = [arm for arm in chosen if _has(run, label, arm, _READS.get(name, "log_decay"))]
             if chosen:
                 drawn.append(draw(run, name, label, chosen, sequences))
+        if names and len(drawn) == before:
+            raise ValueError(
+                f"measure: {name} reads {_READS.get(name, 'log_decay')!r}, which no mixer of these arms has: "
+                f"{', '.join(dict.fromkeys(arm for _, arm in have if not arms or arm in arms))}"
+            )
     return drawn
 
 
@@ -142,8 +156,18 @@ def _rows(run: Path | str, task: str, arm: str) -> pd.DataFrame:
     return rows[(rows["task"] == task) & (rows["arm"] == arm) & (rows["role"] == "report")]
 
 
-def _refines(run: Path | str, task: str, arm: str) -> bool:
-    return json.loads(_rows(run, task, arm)["model"].iloc[0])["n_refine"] > 0
+def _has(run: Path | str, task: str, arm: str, tensor: str | None) -> bool:
+    """Whether the mixers of an arm have this hook point (None: whatever they have will do)."""
+    from prism import PrismConfig, PrismModel
+
+    config = PrismConfig.from_dict(json.loads(_rows(run, task, arm)["model"].iloc[0]))
+    names = PrismModel(config, seed=0).hook_shapes(1, 2)
+    return tensor is None or any(name.endswith(f".mixer.{tensor}") for name in names)
+
+
+def _check_measure(name: str) -> None:
+    if name not in probes.MEASURES:
+        raise ValueError(f"measure: expected one of {', '.join(probes.MEASURES)}, got {name!r}")
 
 
 def task_of(run: Path | str, task: str, arm: str) -> tasks.Task:

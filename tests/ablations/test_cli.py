@@ -26,6 +26,13 @@ def test_every_command_has_help(command):
     assert "Usage" in result.output
 
 
+def test_help_of_probe_names_every_measure():
+    import probes
+
+    shown = prism("probe", "--help").output
+    assert not [name for name in probes.MEASURES if name.replace("_", "-") not in shown]
+
+
 def test_help_does_not_wait_for_torch():
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom ablations.cli import app\n"

@@ -87,8 +87,25 @@ def test_probing_names_what_is_missing(tiny, tmp_path):
         probing.load_models(out, "mqar", "PRIMS")
     with pytest.raises(ValueError, match="arm: expected one of"):
         probing.draw_many(out, arms=["PRIMS"])
+    with pytest.raises(ValueError, match=r"task: expected one of \['xor', 'parity', 'mqar'\], got 'xro'"):
+        probing.draw_many(out, task="xro")
     with pytest.raises(FileNotFoundError, match="no finished cell"):
         probing.draw_many(tmp_path)
+
+
+def test_arms_that_lack_what_is_measured_are_left_out_and_never_silently_all(tiny, monkeypatch):
+    out, _ = tiny
+    drawn = {}
+    monkeypatch.setattr(probing, "draw", lambda _, name, task, arms, n: drawn.update({name: arms}) or name)
+    probing.draw_many(out, ["gain-fidelity", "anchor-fidelity", "transition"], task="xor")
+    refining = [arm for arm in demo.ARMS if arm.startswith("PRISM")]
+    assert drawn["gain_fidelity"] == [arm for arm in refining if arm != "PRISM, no gain"]
+    assert drawn["anchor_fidelity"] == refining
+    assert drawn["transition"] == list(demo.ARMS)
+    with pytest.raises(ValueError, match="gain_fidelity reads 'gain', which no mixer of these arms has: GDN"):
+        probing.draw_many(out, ["gain-fidelity"], arms=["GDN"])
+    with pytest.raises(ValueError, match="measure: expected one of update_rank"):
+        probing.draw_many(out, ["update-rank", "magic"])
 
 
 @pytest.mark.gpu
