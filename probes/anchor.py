@@ -114,6 +114,8 @@ def anchor_horizon(
     Returns error and bound, dims layer, sample, token, head, width; NaN where a read is zero.
     """
     tokens = inputs.shape[1]
+    if tokens < 2:
+        raise ValueError(f"inputs: expected at least 2 tokens (a read needs a past), got {tokens}")
     widths = [n for n in (1, 2, 4, 8, 16, 32) if n <= tokens // 2] if widths is None else widths
     widths = sorted({int(n) for n in widths})
     if not widths or widths[0] < 1 or widths[-1] >= tokens:

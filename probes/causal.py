@@ -73,6 +73,8 @@ def causal_share(
         )
     config = models[0].config
     names = list(ingredients(config) if knockouts is None else knockouts)
+    if not names:
+        raise ValueError("knockouts: expected at least one ingredient, got none that this model has")
     places: dict[str, list[int] | None] = {"all": None}
     if each_layer:
         places |= {str(i): [i] for i in range(config.n_layers)}

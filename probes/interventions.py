@@ -47,7 +47,12 @@ def ingredients(config: Any) -> tuple[str, ...]:
                        stays
     anchor convolution the same for the anchor's convolution
     mlp                the MLP adds nothing
+
+    Of another mixer than `prism` only what is around it can be taken away.
     """
+    around = ["mlp"] if config.mlp_ratio > 0 else []
+    if config.mixer != "prism":
+        return tuple(around)
     names = [f"step {l + 1}" for l in range(config.n_refine)] if config.n_refine > 1 else []
     names += ["refinement"] if config.n_refine else []
     names += ["base write"] if config.base_write and config.n_refine else []
@@ -59,8 +64,7 @@ def ingredients(config: Any) -> tuple[str, ...]:
         if anchored and config.anchor == "shortconv" and config.anchor_width > 1
         else []
     )
-    names += ["mlp"] if config.mlp_ratio > 0 else []
-    return tuple(names)
+    return (*names, *around)
 
 
 @contextmanager

@@ -79,6 +79,8 @@ def readback(
     sample, token, head); NaN where D_0 k_s = 0. Forms K x V matrices for the positions `at` only.
     """
     tokens = inputs.shape[1]
+    if tokens < 2:
+        raise ValueError(f"inputs: expected at least 2 tokens (one to write, one to read back), got {tokens}")
     horizon = min(64, tokens // 2) if horizon is None else horizon
     if not 1 <= horizon < tokens:
         raise ValueError(f"horizon: expected 1..{tokens - 1} (T - 1), got {horizon}")

@@ -52,8 +52,8 @@ def perturbation_growth(
     on 64K tokens). Everything is float64.
 
     Variables
-        error           |S'_t - S_t|_F / epsilon at the tokens `at` (default: powers of 2 and the last); dims
-                        layer, target, trial, token, head, with trial = sample x noise draw
+        error           |S'_t - S_t|_F / epsilon at the tokens `at` (default: powers of 2 and the last; all of
+                        fewer than 12); dims layer, target, trial, token, head, with trial = sample x draw
         relative_error  the same over |S_t|_F
         and the fits of `fit_growth` on error, averaged over heads, from sqrt(length) tokens on (the last 4
         positions at least), so that the start from an empty state is not taken for growth.
@@ -66,6 +66,8 @@ def perturbation_growth(
     if not epsilon > 0 or trials < 1:
         raise ValueError(f"epsilon and trials: expected above 0, got {epsilon} and {trials}")
     length = inputs.shape[1] if length is None else length
+    if length < 4:
+        raise ValueError(f"length: expected at least 4 tokens for a fit of two coefficients, got {length}")
     at = _factors.positions([p - 1 for p in _powers(length)] if at is None else at, length)
     generator = torch.Generator().manual_seed(seed)
     found = {}
@@ -181,6 +183,8 @@ def _most(names: xr.DataArray) -> str:
 
 
 def _powers(length: int) -> list[int]:
+    if length < 12:
+        return list(range(1, length + 1))  # fewer than 4 powers of 2
     return sorted({2**i for i in range(1, length.bit_length()) if 2**i <= length} | {length})
 
 

@@ -29,6 +29,12 @@ def test_ingredients_are_those_that_the_model_has(helpers):
     assert ingredients(bare.config) == ("refinement", "base write")
     assert ingredients(helpers.make("paper").config)[:4] == ("step 1", "step 2", "refinement", "erase")
 
+    other = helpers.make("gdn", mixer="attention", mlp_ratio=0)
+    assert ingredients(other.config) == ()
+    inputs = helpers.tokens()
+    with pytest.raises(ValueError, match="knockouts: expected at least one ingredient, got none"):
+        probes.causal_share(other, inputs, inputs)
+
 
 def test_every_knock_out_changes_the_output_and_leaves_the_model_alone(helpers, arm):
     model, inputs = helpers.make(arm), helpers.tokens()

@@ -177,3 +177,13 @@ def test_persistent_memory_sums_constant_write_noise_linearly(helpers):
 def test_bad_options_of_the_perturbation(helpers, options, message):
     with pytest.raises(ValueError, match=message):
         probes.perturbation_growth(helpers.make(), helpers.tokens(), **options)
+
+
+@pytest.mark.parametrize("name", ["readback", "anchor_horizon", "perturbation_growth"])
+def test_measures_over_time_say_how_many_tokens_they_need(helpers, name):
+    need = {"readback": 2, "anchor_horizon": 2, "perturbation_growth": 4}[name]
+    with pytest.raises(ValueError, match=rf"expected at least {need} tokens .*, got {need - 1}"):
+        probes.measure(helpers.make(), helpers.tokens(T=need - 1), name)
+    for tokens in range(need, 17):
+        found = probes.measure(helpers.make("gdn", n_layers=1), helpers.tokens(T=tokens), name)
+        assert found.sizes["token"] >= need - 1
