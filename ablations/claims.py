@@ -15,10 +15,11 @@ from typing import Any
 
 import pandas as pd
 
-from ablations.statistics import Paired, paired_difference
+from ablations.statistics import Paired, equivalence_p, paired_difference
 
 MARGIN = 0.02
-"""Differences inside +- this share of (ceiling - chance) count as alike."""
+"""Arms are alike where the interval of their difference and an equivalence test at SIGNIFICANCE keep it
+inside +- this share of (ceiling - chance)."""
 SIGNIFICANCE = 0.05
 
 _ON_ORDER: dict[str, tuple[Any, ...]] = {
@@ -37,6 +38,7 @@ _ON_ORDER: dict[str, tuple[Any, ...]] = {
     "refine_key_norm": (False, True),
     "qk_norm": (False, True),
 }
+_AT_CEILING = ", at the ceiling, where little could show"
 _NAMES = {
     "n_refine": "the refinement as a whole: writes, anchor and its convolution",
     "activation": "the activation phi",
@@ -67,10 +69,16 @@ class Contrast:
     value_against: Any
 
     @property
+    def name(self) -> str:
+        """The ingredient in words."""
+        if (self.field, self.value, self.value_against) == ("anchor", "shortconv", "token"):
+            return "the anchor's convolution"  # the token anchor is an anchor too, without earlier tokens
+        return _NAMES.get(self.field, self.field)
+
+    @property
     def ingredient(self) -> str:
         """The ingredient in words, with both settings."""
-        name = _NAMES.get(self.field, self.field)
-        return f"{name} ({self.field}: {self.value} against {self.value_against})"
+        return f"{self.name} ({self.field}: {self.value} against {self.value_against})"
 
 
 @dataclass(frozen=True)
@@ -78,16 +86,19 @@ class Finding:
     """One comparison: verdict "raises", "lowers", "alike", "open" (not told apart) or "none" (no verdict),
     and words.
 
-    `field` is empty for a comparison of mixers, which credits no ingredient.
+    `field` and `name` (the field in words) are empty for a comparison of mixers, which credits no ingredient.
+    `at_ceiling`: alike, but where both arms are so near the ceiling that little could show.
     """
 
     task: str
     arm: str
     against: str
     field: str
+    name: str
     verdict: str
     difference: Paired | None
     text: str
+    at_ceiling: bool = False
 
 
 def contrasts(rows: pd.DataFrame) -> list[Contrast]:
@@ -114,9 +125,8 @@ def findings(rows: pd.DataFrame) -> list[Finding]:
         of_task = reported[reported["task"] == contrast.task]
         verdict, difference, words = _judge(of_task, contrast.arm, contrast.against)
         text = f"{contrast.ingredient}: {words}"
-        result.append(
-            Finding(contrast.task, contrast.arm, contrast.against, contrast.field, verdict, difference, text)
-        )
+        names = (contrast.task, contrast.arm, contrast.against, contrast.field, contrast.name)
+        result.append(Finding(*names, verdict, difference, text, _AT_CEILING in words))
         if contrast.field == "n_refine" and verdict == "raises":
             result += _rivals(of_task, contrast)
     return result
@@ -126,21 +136,24 @@ def headline(found: list[Finding]) -> list[str]:
     """The findings of one task in a few lines: what raises accuracy, lowers it, does nothing, is open."""
     credited = [finding for finding in found if finding.field]
     if credited and all(finding.verdict == "alike" for finding in credited):
-        return ["All arms that differ in one ingredient alone are alike."]
+        where = _AT_CEILING if all(finding.at_ceiling for finding in credited) else ""
+        return [f"All arms that differ in one ingredient alone are alike{where}."]
     rivals = [f.against for f in found if not f.field and f.verdict in ("alike", "lowers")]
     lines = []
-    for words, verdicts in (
-        ("Raises accuracy", ("raises",)),
-        ("Lowers accuracy", ("lowers",)),
-        (f"Alike with and without, within {MARGIN:.0%} of the way from chance to ceiling", ("alike",)),
-        ("Not told apart", ("open", "none")),
+    alike = f"Alike with and without, within {MARGIN:.0%} of the way from chance to ceiling"
+    for words, verdicts, at_ceiling in (
+        ("Raises accuracy", ("raises",), False),
+        ("Lowers accuracy", ("lowers",), False),
+        (alike, ("alike",), False),
+        (f"Alike{_AT_CEILING}", ("alike",), True),
+        ("Not told apart", ("open", "none"), False),
     ):
         named = []
         for finding in credited:
-            if finding.verdict in verdicts:
+            if finding.verdict in verdicts and finding.at_ceiling == at_ceiling:
                 but = f" (but without it {' and '.join(rivals)} gets as far)" if rivals else ""
                 refines = finding.field == "n_refine" and finding.verdict == "raises"
-                named.append(_NAMES.get(finding.field, finding.field) + (but if refines else ""))
+                named.append(finding.name + (but if refines else ""))
         if named:
             lines.append(f"{words}: {'; '.join(dict.fromkeys(named))}.")
     return lines
@@ -185,9 +198,12 @@ def _judge(of_task: pd.DataFrame, arm: str, against: str) -> tuple[str, Paired |
         f"p = {difference.p_value:.2g}, n = {n} pairs"
     )
     if max(abs(difference.low), abs(difference.high)) <= MARGIN * span:
+        p_alike = equivalence_p(values[0], values[1], MARGIN * span)
+        if not p_alike <= SIGNIFICANCE:
+            few = f"within {MARGIN:.0%} of each other, too few seeds to call them alike"
+            return "open", difference, f"{few} ({numbers})."
         below = max(float(v.mean()) for v in values) < of_task["ceiling"].iloc[0] - MARGIN * span
-        where = "" if below else ", at the ceiling, where little could show"
-        return "alike", difference, f"alike{where} ({numbers})."
+        return "alike", difference, f"alike{'' if below else _AT_CEILING} ({numbers})."
     if difference.low > 0 or difference.high < 0:
         word = "raises" if mean > 0 else "lowers"
         if difference.p_value <= SIGNIFICANCE:
@@ -218,7 +234,7 @@ def _rivals(of_task: pd.DataFrame, contrast: Contrast) -> list[Finding]:
         }.get(verdict, "")
         pair = f"{contrast.arm} against {name} (mixers that differ in {fields})"
         text = f"{pair}: {words}{tail} {size}."
-        result.append(Finding(contrast.task, contrast.arm, name, "", verdict, difference, text))
+        result.append(Finding(contrast.task, contrast.arm, name, "", "", verdict, difference, text))
     return result
 
 

@@ -1,13 +1,14 @@
 """Intervals over seeds. Every estimate carries its n, and n = 1 has no interval.
 
 Coverage of a percentile bootstrap over five seeds is nearer 85% than 95%: five values do not say much about
-their spread. `paired_difference` therefore gives an exact sign-flip p-value beside its interval, and `claims`
-asks for both.
+their spread, and two that agree say nothing. `paired_difference` therefore gives a sign-flip p-value beside
+its interval, `equivalence_p` one for "alike", and `claims` asks for both. Sign flips are all enumerated up to
+13 pairs, 9,999 are drawn beyond.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -26,7 +27,7 @@ class Estimate(NamedTuple):
 
 
 class Paired(NamedTuple):
-    """Mean of the paired differences, its interval, the exact two-sided sign-flip p-value, and the pairs."""
+    """Mean of the paired differences, its interval, the two-sided sign-flip p-value, and the pairs."""
 
     value: float
     low: float
@@ -99,7 +100,7 @@ def bootstrap_mean(
 def paired_difference(
     first: Float[np.ndarray, " n"], second: Float[np.ndarray, " n"], confidence: float = 0.95
 ) -> Paired:
-    """Mean of first - second over paired seeds: bootstrap interval and exact sign-flip test.
+    """Mean of first - second over paired seeds: bootstrap interval and sign-flip test.
 
     The smallest two-sided p-value that n pairs can give is 2 / 2^n, so five pairs never reach 0.05 and six
     do.
@@ -113,7 +114,20 @@ def paired_difference(
     return Paired(*estimate[:3], _sign_flip_p(differences), a.size, higher, lower)
 
 
-def _sign_flip_p(differences: np.ndarray) -> float:
+def equivalence_p(first: Float[np.ndarray, " n"], second: Float[np.ndarray, " n"], margin: float) -> float:
+    """p-value for |mean of first - second| < margin: the larger of two one-sided sign-flip tests (TOST).
+
+    The smallest that n pairs can give is 1 / 2^n: four pairs never reach 0.05, five do.
+    """
+    if not margin > 0:
+        raise ValueError(f"margin: expected a positive number, got {margin}")
+    differences = _finite("first", first) - _finite("second", second)
+    return max(_sign_flip_p(margin + side * differences, "greater") for side in (1, -1))
+
+
+def _sign_flip_p(
+    differences: np.ndarray, alternative: Literal["two-sided", "greater"] = "two-sided"
+) -> float:
     if differences.size == 1:
         return np.nan
     if not differences.any():
@@ -124,6 +138,7 @@ def _sign_flip_p(differences: np.ndarray) -> float:
         permutation_type="samples",
         vectorized=True,
         n_resamples=9999,
+        alternative=alternative,
         rng=np.random.default_rng(0),
     )
     return float(result.pvalue)

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from ablations import claims
@@ -62,6 +64,9 @@ def test_wording_follows_the_numbers(make_rows):
     assert one(HIGH, LOW)[0] == "raises"
     assert one(LOW, HIGH)[0] == "lowers"
     assert one([1.0] * 6, [0.995] * 6)[0] == "alike"
+    verdict, text = one([1.0] * 4, [0.995] * 4)  # nor can two or four seeds that agree carry an "alike"
+    assert verdict == "open"
+    assert "within 2% of each other, too few seeds to call them alike" in text
     verdict, text = one(HIGH[:5], LOW[:5])  # five pairs cannot carry a claim at 5%
     assert verdict == "open"
     assert "higher in 5 of 5 seeds, too few to tell from chance" in text
@@ -85,8 +90,15 @@ def test_a_difference_of_any_sure_sign_inside_the_margin_is_alike(make_rows):
     assert found.difference.low > 0
     assert "alike, at the ceiling, where little could show" in found.text
     rows["test_accuracy"] -= 0.2
-    (found,) = claims.findings(rows)
-    assert "identity): alike (PRISM 0.799" in found.text
+    (below,) = claims.findings(rows)
+    assert "identity): alike (PRISM 0.799" in below.text
+    assert (found.at_ceiling, below.at_ceiling) == (True, False)
+    raised = dataclasses.replace(below, verdict="raises")
+    assert claims.headline([raised, found, below]) == [
+        "Raises accuracy: the activation phi.",
+        "Alike with and without, within 2% of the way from chance to ceiling: the activation phi.",
+        "Alike, at the ceiling, where little could show: the activation phi.",
+    ]
 
 
 def test_seeds_are_paired_by_number(make_rows):
@@ -111,7 +123,9 @@ def test_headline_says_what_the_findings_come_to(make_rows):
         }
     )
     found = claims.sections(rows)
-    assert found["xor"][0] == "All arms that differ in one ingredient alone are alike."
+    assert found["xor"][0] == (
+        "All arms that differ in one ingredient alone are alike, at the ceiling, where little could show."
+    )
     assert len(found["xor"]) == 2
     assert found["parity"][:2] == [
         "Raises accuracy: the short convolution on q, k, v; the refinement as a whole: writes, anchor and "
@@ -126,6 +140,21 @@ def test_direction_is_towards_the_arm_that_has_the_ingredient(make_rows):
     (contrast,) = claims.contrasts(rows)
     assert (contrast.arm, contrast.against) == ("PRISM", "no GELU")
     assert contrast.ingredient == "the activation phi (activation: gelu against identity)"
+
+
+def test_an_anchor_is_credited_only_against_none(make_rows):
+    rows = make_rows(
+        {
+            ("xor", "none"): ({"anchor": "none"}, LOW),
+            ("xor", "token"): ({"anchor": "token"}, LOW),
+            ("xor", "PRISM"): ({"anchor": "shortconv"}, HIGH),
+        }
+    )
+    assert {(c.arm, c.against): c.name for c in claims.contrasts(rows)} == {
+        ("PRISM", "token"): "the anchor's convolution",
+        ("PRISM", "none"): "the anchor",
+        ("token", "none"): "the anchor",
+    }
 
 
 def test_selection_rows_are_no_evidence(make_rows):

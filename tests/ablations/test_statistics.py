@@ -1,10 +1,18 @@
+import itertools
 import math
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from ablations.statistics import bootstrap_mean, chance_corrected, paired_difference, solved, wilson
+from ablations.statistics import (
+    bootstrap_mean,
+    chance_corrected,
+    equivalence_p,
+    paired_difference,
+    solved,
+    wilson,
+)
 
 
 def test_wilson_is_the_score_interval():
@@ -73,6 +81,28 @@ def test_five_pairs_never_reach_five_percent():
     assert paired_difference(np.full(5, 0.9) + np.arange(5) / 100, np.full(5, 0.1)).p_value == pytest.approx(
         2 / 2**5
     )
+
+
+def test_sign_flips_against_all_of_them():
+    differences = np.random.default_rng(0).normal(0.3, 1, 9)
+    flips = np.array(list(itertools.product([1, -1], repeat=9)))
+    means, observed = (flips * differences).mean(1), differences.mean()
+    two_sided = (np.abs(means) >= abs(observed) - 1e-12).mean()
+    assert paired_difference(differences, np.zeros(9)).p_value == pytest.approx(two_sided)
+    for margin in (0.05, 0.5, 2.0):
+        sides = [
+            ((flips * (margin + s * differences)).mean(1) >= margin + s * observed - 1e-12).mean()
+            for s in (1, -1)
+        ]
+        assert equivalence_p(differences, np.zeros(9), margin) == pytest.approx(max(sides))
+
+
+def test_four_pairs_are_too_few_for_alike_and_five_are_enough():
+    assert equivalence_p(np.ones(4), np.ones(4), 0.01) == pytest.approx(1 / 2**4)
+    assert equivalence_p(np.ones(5), np.ones(5), 0.01) == pytest.approx(1 / 2**5)
+    assert equivalence_p(np.full(8, 0.9), np.ones(8), 0.01) == 1.0
+    with pytest.raises(ValueError, match="margin: expected a positive number, got 0"):
+        equivalence_p(np.ones(5), np.ones(5), 0)
 
 
 def test_paired_difference_of_equal_arms():
