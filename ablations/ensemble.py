@@ -106,11 +106,13 @@ class Ensemble:
 def member_losses(
     logits: Float[Tensor, "M B T vocabulary"], targets: Int[Tensor, "M B T"]
 ) -> Float[Tensor, " M"]:
-    """Mean cross-entropy of each member over its scored positions (targets other than -100)."""
+    """Mean cross-entropy of each member over its scored positions (targets other than -100); 0 where it has
+    none: a small batch may hold no question, and 0 / 0 would pass for divergence.
+    """
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 2), targets.flatten(), ignore_index=IGNORED, reduction="none"
     ).view(targets.shape)
-    return losses.sum((1, 2)) / (targets != IGNORED).sum((1, 2))
+    return losses.sum((1, 2)) / (targets != IGNORED).sum((1, 2)).clamp_min(1)
 
 
 def member_hits(

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tasks
-from ablations.ensemble import Ensemble, FlatAdamW, member_hits, member_losses
+from ablations.ensemble import IGNORED, Ensemble, FlatAdamW, member_hits, member_losses
 from ablations.grid import TrainSettings, state_size
 from prism import PrismConfig, PrismModel
 
@@ -199,10 +199,15 @@ class Trainer:
 
     def _held_out(self, split: str, rows: int) -> list[tasks.Batch]:
         if (split, rows) not in self._kept:
-            self._kept[split, rows] = [
+            batches = [
                 self.task.batch(rows, seed=seed, step=0, split=split, device=self.device)
                 for seed in self.seeds
             ]
+            if not all((batch.targets != IGNORED).any() for batch in batches):
+                raise ValueError(
+                    f"{split}_size: expected sequences with at least one answer per seed, got none in {rows}"
+                )
+            self._kept[split, rows] = batches
         return self._kept[split, rows]
 
     def _slices(self, member: int, predictions: Int[Tensor, "rows T"]) -> str:

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 
@@ -158,6 +159,31 @@ def test_losses_and_hits_count_scored_positions_only():
     hits, scored = member_hits(logits, targets)
     assert scored.tolist() == [2, 1]
     assert hits.tolist()[0] == 1
+
+
+def test_a_batch_without_questions_is_no_divergence():
+    losses = member_losses(torch.randn(2, 1, 3, 5), torch.tensor([[[-100] * 3], [[-100, 1, -100]]]))
+    assert losses[0] == 0
+    assert losses[1] > 0
+
+    class Rare(type(TASK)):
+        def batch(self, n, **which):
+            batch = super().batch(n, **which)
+            batch.targets[: n // 2] = -100
+            return batch
+
+    task = Rare(**TASK.params)
+    rows = Trainer(config(), task, dataclasses.replace(SETTINGS, batch_size=1, clip=0.0), [0]).train()
+    assert rows[0]["status"] == "ok"
+    assert math.isfinite(rows[0]["curve_train_loss"][0])
+    with pytest.raises(ValueError, match="val_size: expected sequences with at least one answer"):
+        Trainer(config(), type("Never", (Rare,), {"batch": never})(**TASK.params), SETTINGS, [0]).train()
+
+
+def never(self, n, **which):
+    batch = type(TASK).batch(self, n, **which)
+    batch.targets[:] = -100
+    return batch
 
 
 def test_schedule_warms_up_and_decays():
