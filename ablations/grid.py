@@ -40,7 +40,7 @@ class TrainSettings:
     batch_size: int = 64
     learning_rate: float = 3e-3
     warmup_steps: int = 50
-    final_fraction: float = 0.0  # of the learning rate, reached at the last step
+    final_fraction: float = 0.0  # of the learning rate, where the cosine ends: one step after the last
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -67,6 +67,10 @@ class TrainSettings:
             raise ValueError(f"betas: expected two numbers in [0, 1), got {self.betas!r}")
         if self.dtype not in ("float32", "float64"):
             raise ValueError(f"dtype: expected 'float32' or 'float64', got {self.dtype!r}")
+        # 1 and 1.0 are one setting and must give a cell one name.
+        for name in ("learning_rate", "eps", "weight_decay", "clip", "final_fraction"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        object.__setattr__(self, "betas", tuple(float(beta) for beta in self.betas))
 
 
 @dataclass(frozen=True)

@@ -183,8 +183,8 @@ def load(out: Path | str) -> pd.DataFrame:
 def environments(out: Path | str) -> list[dict[str, Any]]:
     """Where the finished cells of a run were trained: every different device and set of versions."""
     found: list[dict[str, Any]] = []
-    for path in sorted(_cells(out).glob("*.json")):
-        manifest = _read_manifest(path)
+    for path in sorted(_cells(out).glob("*.parquet")):
+        manifest = _read_manifest(path.with_suffix(".json"))
         where = {name: manifest[name] for name in ("device", "device_name", "versions")}
         if where not in found:
             found.append(where)

@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 
 from ablations import store
@@ -129,6 +130,15 @@ def test_bad_grids_are_refused(changes, message):
 def test_bad_settings_are_refused(changes):
     with pytest.raises(ValueError, match=f"{next(iter(changes))}: expected"):
         TrainSettings(**changes)
+
+
+def test_whole_numbers_name_the_same_cell():
+    def keys(train):
+        cells = grid(train=train).report_cells()
+        return [store.cell_key(cell.configuration()) for cell in cells]
+
+    whole = {"learning_rate": 1, "clip": 1, "weight_decay": 0, "final_fraction": 0, "betas": [0, 0.9]}
+    assert keys(whole) == keys({name: np.array(value, float).tolist() for name, value in whole.items()})
 
 
 def test_grid_files(tmp_path):

@@ -57,6 +57,7 @@ def test_a_cell_is_finished_only_when_its_parquet_file_is_there(tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         store.save(tmp_path, CONFIGURATION, LABELS, ROW, "cpu")
     assert store.finished(tmp_path) == set()
+    assert store.environments(tmp_path) == []  # a manifest alone is no result
     with pytest.raises(FileNotFoundError, match="no finished cell"):
         store.load(tmp_path)
     monkeypatch.undo()
