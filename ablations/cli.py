@@ -118,13 +118,13 @@ def ablate(
         bool, typer.Option("--retry-failed", help="Compute cells that raised again.")
     ] = False,
 ) -> None:
-    """Train a grid of (task, arm, seed), from a file or from flags, and report it.
+    """Train a grid of (task, arm, seed), from a file or from flags, and report all that the directory holds.
 
     prism ablate grid.yaml --out runs/mine
 
     prism ablate --task "xor length=32" --arm "gdn d_model=16" --arm "prism d_model=16" --steps 300
     """
-    from ablations import grid, report, runner
+    from ablations import grid, report, runner, store
 
     if grid_file is not None and (task or arm):
         raise ValueError("grid_file: expected either a grid file or --task and --arm, got both")
@@ -133,7 +133,7 @@ def ablate(
         if grid_file is not None
         else grid.from_flags(task or [], arm or [], seeds, steps, batch_size, learning_rate or [3e-3])
     )
-    rows = runner.run(
+    runner.run(
         wanted,
         out,
         device=device,
@@ -142,7 +142,7 @@ def ablate(
         save_models=save_models,
         retry_failed=retry_failed,
     )
-    report.print_report(rows, report.write_report(out))
+    report.print_report(store.load(out), report.write_report(out))
 
 
 @app.command()

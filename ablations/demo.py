@@ -128,7 +128,7 @@ def run_demo(
 
     workers: processes (default: one per CPU core, at most 4; 1 on a GPU, where an ensemble fills the device).
     """
-    from ablations import probing, report, runner
+    from ablations import probing, report, runner, store
 
     started = time.perf_counter()
     workers = runner.default_workers(device) if workers is None else workers
@@ -136,7 +136,7 @@ def run_demo(
     for measure, arms in INSIDE.items():
         probing.draw(out, measure, "mqar", arms)
     paths = report.write_report(out)
-    report.print_report(rows, paths, time.perf_counter() - started)
+    report.print_report(store.load(out), paths, time.perf_counter() - started)
     return rows
 
 

@@ -59,6 +59,17 @@ def test_ablate_then_report_then_probe(grid_file, tmp_path):
     assert (out / "figures" / "residual_decay_xor.png").stat().st_size > 5000
 
 
+def test_terminal_and_files_tell_of_the_same_cells(grid_file, tmp_path):
+    out = tmp_path / "run"
+    prism("ablate", grid_file, "--out", out)
+    grid_file.write_text(grid_file.read_text().replace('"seeds": [0, 1]', '"seeds": [0]'))
+    result = prism("ablate", grid_file, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "of 2" in result.output
+    assert "of 2" in (out / "report.md").read_text()
+    assert "of 1" not in result.output
+
+
 def test_ablate_from_flags(tmp_path):
     result = prism(
         "ablate", "--task", "xor length=16", "--arm", "gdn d_model=8 n_layers=1", "--seeds", "1",
