@@ -8,6 +8,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+import ablations
+from ablations import store
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -33,6 +36,15 @@ def texts(output):
     if output.output_type == "error":
         return output.traceback
     return [str(value) for kind, value in output.data.items() if not kind.startswith("image/")]
+
+
+def test_the_larger_run_is_the_one_its_grid_describes():
+    grid = ablations.load_grid(ROOT / "ablations" / "grids" / "larger_model.yaml")
+    keys = {store.cell_key(cell.configuration()) for cell in grid.report_cells()}
+    rows = ablations.load(FOLDER / "larger-run")
+    assert set(rows["key"]) == keys
+    assert set(rows["status"]) == {"ok"}
+    assert {path.name for path in (FOLDER / "larger-run" / "models").iterdir()} == keys
 
 
 def test_the_walk_through_is_complete():
