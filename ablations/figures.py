@@ -1,7 +1,7 @@
 """Figures of a run. Every function draws on an Axes that it is given (or makes) and returns it.
 
-Colours are Okabe and Ito's (grey for their yellow, which a thin line loses); markers and line styles repeat
-them. Arms keep their look in every figure.
+Colours and markers are the probes', in an order that starts with black; line styles repeat them. Arms keep
+their look in every figure.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+import probes
 from ablations.statistics import bootstrap_mean
+from probes._figures import MARKERS, OKABE_ITO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#999999")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_ORDER = ("black", "orange", "sky", "green", "purple", "blue", "vermilion", "grey")
+COLOURS = tuple(OKABE_ITO[name] for name in _ORDER)
 LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (4, 2, 1, 2, 1, 2)))
 PANEL = (3.1, 2.6)
 """Inches of one panel: three fit the width of a page at their printed size."""
@@ -41,7 +43,7 @@ def look_of(arms: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def paper_style() -> Iterator[None]:
-    """matplotlib settings for a printed page: 8 point text, thin frames, fonts embedded in the PDF."""
+    """matplotlib settings for a printed page: 8 point text, thin frames."""
     import matplotlib
 
     settings: Any = {
@@ -56,8 +58,6 @@ def paper_style() -> Iterator[None]:
         "axes.linewidth": 0.7,
         "lines.linewidth": 1.2,
         "lines.markersize": 3.5,
-        "pdf.fonttype": 42,
-        "savefig.dpi": 200,
     }
     # Not rc_context: it also restores `interactive`, which a notebook's backend sets with its first figure.
     before = {key: matplotlib.rcParams[key] for key in settings}
@@ -191,13 +191,8 @@ def legend_below(figure: Figure, axes: Sequence[Axes], columns: int = 4, title: 
 
 
 def save(figure: Figure, stem: Path) -> Path:
-    """Write stem.png and stem.pdf; returns the PNG's path."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    # No date in the PDF: the same rows give the same file.
-    figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None})
-    png = stem.with_suffix(".png")
-    figure.savefig(png)
-    return png
+    """Write stem.png (200 dpi) and stem.pdf; returns the PNG's path."""
+    return probes.save(figure, stem, dpi=200)[1]
 
 
 def _axes(ax: Axes | None) -> Axes:

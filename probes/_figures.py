@@ -16,9 +16,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe & Ito (2008), yellow left out: it cannot be read as a thin line on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# Okabe & Ito (2008), grey for their yellow: that cannot be read as a thin line on white.
+OKABE_ITO = {
+    "blue": "#0072B2",
+    "vermilion": "#D55E00",
+    "green": "#009E73",
+    "purple": "#CC79A7",
+    "orange": "#E69F00",
+    "sky": "#56B4E9",
+    "black": "#000000",
+    "grey": "#999999",
+}
+COLOURS = tuple(OKABE_ITO.values())
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 STYLES = ("-", "--", "-.", ":")
 WIDTH = 3.25
 FONT = 8
@@ -45,15 +55,22 @@ def finish(ax: Axes, xlabel: str, ylabel: str, title: str = "", legend: bool = T
     return ax
 
 
-def save(figure: Axes | Figure, path: str | Path) -> tuple[Path, Path]:
-    """Write `path`.pdf and `path`.png (300 dpi); a suffix on path is replaced. Returns both paths."""
+def save(figure: Axes | Figure, path: str | Path, dpi: int = 300) -> tuple[Path, Path]:
+    """Write `path`.pdf and `path`.png; a suffix on path is replaced. Returns both paths.
+
+    The PDF embeds TrueType fonts (publishers refuse matplotlib's default) and no date: the same data give the
+    same file.
+    """
+    import matplotlib as mpl
+
     found: Any = figure if hasattr(figure, "savefig") else figure.figure
     stem = Path(path)
     stem = stem.with_suffix("") if stem.suffix in {".pdf", ".png"} else stem
     stem.parent.mkdir(parents=True, exist_ok=True)
     pdf, png = (stem.with_name(stem.name + suffix) for suffix in (".pdf", ".png"))
-    found.savefig(pdf)
-    found.savefig(png, dpi=300)
+    with mpl.rc_context({"pdf.fonttype": 42}):
+        found.savefig(pdf, metadata={"CreationDate": None})
+        found.savefig(png, dpi=dpi)
     return pdf, png
 
 

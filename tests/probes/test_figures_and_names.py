@@ -58,6 +58,16 @@ def test_every_measure_runs_by_name_and_draws_into_the_given_axes(measured, help
     assert alone.figure.get_figwidth() == 3.25
 
 
+def test_saved_figures_embed_truetype_and_are_the_same_file_twice(tmp_path):
+    _, ax = plt.subplots()
+    ax.set_xlabel("token")
+    first, second = (probes.save(ax, tmp_path / name)[0].read_bytes() for name in ("a.pdf", "b"))
+    assert b"/Type42" in first or b"/FontFile2" in first
+    assert b"/Type3" not in first
+    assert first == second
+    assert b"CreationDate" not in first
+
+
 @pytest.mark.parametrize("name", list(probes.MEASURES))
 def test_text_stays_inside_a_column(measured, helpers, name):
     ax = probes.plot(get(measured, helpers, name), name)
