@@ -44,6 +44,11 @@ def dataset(
     return ds.assign_coords(labels)
 
 
+def nonzero(size: Tensor) -> Tensor:
+    """A norm to divide by: NaN where it is 0 and the quotient undefined."""
+    return torch.where(size > 0, size, torch.nan)
+
+
 def rank_attrs(tolerance: str, stored: torch.dtype) -> dict[str, str]:
     """The definition of a rank, which travels with it."""
     return {f"measure_{name}": text for name, text in DEFINITIONS.items()} | {

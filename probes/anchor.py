@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from probes import _factors, _figures
-from probes._data import TOKEN_DIMS, dataset
+from probes._data import TOKEN_DIMS, dataset, nonzero
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,10 +51,10 @@ def anchor_fidelity(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
         parts = []
         for name in READS:
             read = reads[name]
-            size = _nonzero(read.norm(dim=-1))
+            size = nonzero(read.norm(dim=-1))
             parts.append(
                 {
-                    "cosine": (u * read).sum(-1) / (_nonzero(u.norm(dim=-1)) * size),
+                    "cosine": (u * read).sum(-1) / (nonzero(u.norm(dim=-1)) * size),
                     "relative_error": (u - read).norm(dim=-1) / size,
                     "r2": torch.stack([linear_r2(u, read), linear_r2(read, u)]),
                     "baseline_r2": torch.stack(
@@ -87,7 +87,7 @@ def linear_r2(x: Float[Tensor, "B T H D"], y: Float[Tensor, "B T H E"]) -> Float
     weight = torch.linalg.lstsq(gram, centred.mT @ (fit_y - mean_y)).solution
     error = test_y - mean_y - (test_x - mean_x) @ weight
     spread = test_y - test_y.mean(1, keepdim=True)
-    return 1 - error.square().sum((1, 2)) / _nonzero(spread.square().sum((1, 2)))
+    return 1 - error.square().sum((1, 2)) / nonzero(spread.square().sum((1, 2)))
 
 
 @torch.no_grad()
@@ -128,7 +128,7 @@ def anchor_horizon(
     found = {}
     for f in _factors.layers(model, inputs):
         read = f.read_before()[:, at].double()
-        size = _nonzero(read.norm(dim=-1))
+        size = nonzero(read.norm(dim=-1))
         log_norm = _log_transition_norm(f).cumsum(1)
         key = f.key[:, at].double()
         needed = sorted({t - n - 1 for t in at for n in widths if t > n})
@@ -256,10 +256,6 @@ def _log_transition_norm(f: _factors.Factors) -> Float[Tensor, "B T HV"]:
 def _read_of_window(f: _factors.Factors, t: int, n: int) -> Float[Tensor, "B HV V"]:
     part = f.slice(t - n, t)
     return part.scan(f.k[:, t : t + 1].expand_as(part.k))[0][:, -1]
-
-
-def _nonzero(size: Tensor) -> Tensor:
-    return torch.where(size > 0, size, torch.nan)
 
 
 def _need_two(inputs: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from prism.refinement import ACTIVATIONS
 from probes import _factors, _figures
-from probes._data import TOKEN_DIMS, dataset
+from probes._data import TOKEN_DIMS, dataset, nonzero
 from probes.update import update_factors
 
 if TYPE_CHECKING:
@@ -50,15 +50,15 @@ def gain_fidelity(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
         gain = f.extra["gain"].double()
         slope = activation_slope(model.config.activation, f.read_before(f.base_key).double())
         each = slope[..., None, :].expand_as(gain)
-        size, ones = _nonzero(slope.norm(dim=-1)), slope.shape[-1] ** 0.5
+        size, ones = nonzero(slope.norm(dim=-1)), slope.shape[-1] ** 0.5
         centred = [x - x.mean((0, 1, 4), keepdim=True) for x in (gain, each)]
         covariance, *variances = (
             (a * b).sum((0, 1, 4)) for a, b in (centred, centred[:1] * 2, centred[1:] * 2)
         )
         found[f.layer] = {
-            "cosine": (gain * each).sum(-1) / (_nonzero(gain.norm(dim=-1)) * size[..., None]),
+            "cosine": (gain * each).sum(-1) / (nonzero(gain.norm(dim=-1)) * size[..., None]),
             "relative_error": (gain - each).norm(dim=-1) / size[..., None],
-            "correlation": covariance / _nonzero((variances[0] * variances[1]).sqrt()),
+            "correlation": covariance / nonzero((variances[0] * variances[1]).sqrt()),
             "baseline_cosine": slope.sum(-1) / (size * ones),
         }
     steps = max(r["cosine"].shape[-1] for r in found.values())
@@ -109,8 +109,8 @@ def solver_fidelity(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
             own = _inner(own_write, own_write)
             for name, reference in (("serial", solver), ("gradient", gradient)):
                 cross, other = _inner(own_write, reference), _inner(reference, reference)
-                cosine = (cross / _nonzero((own * other).sqrt())).clamp(-1, 1)
-                difference = (own - 2 * cross + other).clamp_min(0) / _nonzero(own)
+                cosine = (cross / nonzero((own * other).sqrt())).clamp(-1, 1)
+                difference = (own - 2 * cross + other).clamp_min(0) / nonzero(own)
                 cosines.append(cosine)
                 errors.append((difference if name == "serial" else 1 - cosine.square()).sqrt())
         shape = (len(WRITES), len(REFERENCES))
@@ -185,7 +185,3 @@ def _inner(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Float[Tensor, 
     """Frobenius product of sum_r left_r right_r^T and another such sum, from their factors."""
     (left, right), (other_left, other_right) = ([x.double() for x in pair] for pair in (a, b))
     return ((left @ other_left.mT) * (right @ other_right.mT)).sum((-2, -1))
-
-
-def _nonzero(size: Tensor) -> Tensor:
-    return torch.where(size > 0, size, torch.nan)

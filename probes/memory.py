@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from probes import _factors, _figures
-from probes._data import TOKEN_DIMS, dataset
+from probes._data import TOKEN_DIMS, dataset, nonzero
 from probes.update import update_factors
 
 if TYPE_CHECKING:
@@ -104,9 +104,9 @@ def readback(
             answer = torch.einsum("bhkv,bhk->bhv", state, key)[:, None]
             alone, whole = torch.cat([first, alone], 1).double(), torch.cat([answer, whole], 1).double()
             power = first.double().square().sum(-1)
-            kept.append((alone * first).sum(-1) / torch.where(power > 0, power, torch.nan))
+            kept.append((alone * first).sum(-1) / nonzero(power))
             sizes = whole.norm(dim=-1) * answer.double().norm(dim=-1)
-            recalled.append((whole * answer).sum(-1) / torch.where(sizes > 0, sizes, torch.nan))
+            recalled.append((whole * answer).sum(-1) / nonzero(sizes))
         left_over = torch.stack(kept, 1).permute(0, 1, 3, 2)  # [B, P, HV, horizon + 1]
         below = left_over < 0.5
         lifetime = torch.where(below.any(-1), below.double().argmax(-1).double(), torch.inf)

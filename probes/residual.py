@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import xarray as xr
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from probes import _factors, _figures
-from probes._data import TOKEN_DIMS, dataset
+from probes._data import TOKEN_DIMS, dataset, nonzero
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +31,7 @@ def residual_decay(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
     found = {}
     for f in _factors.layers(model, inputs, ["residual"]):
         norm = f.extra["residual"].double().norm(dim=-1)
-        ratio = norm / torch.where(norm[..., :1] > 0, norm[..., :1], torch.nan)
+        ratio = norm / nonzero(norm[..., :1])
         found[f.layer] = {"ratio": ratio, "removed": -ratio.diff(dim=-1), "initial_norm": norm[..., 0]}
     steps = max(r["ratio"].shape[-1] for r in found.values())
     return dataset(
@@ -100,7 +101,7 @@ def plot_step_cosines(
     values = _figures.median(values, *pairs[which]).transpose(*pairs[which])
     image = ax.imshow(values.values, vmin=0, vmax=1, cmap="viridis")
     if max(values.shape) <= 6:
-        for (i, j), value in _figures.np.ndenumerate(values.values):
+        for (i, j), value in np.ndenumerate(values.values):
             ax.text(
                 j,
                 i,
@@ -121,5 +122,4 @@ def plot_step_cosines(
 
 
 def _unit(vectors: Float[Tensor, "*shape D"]) -> Float[Tensor, "*shape D"]:
-    norm = vectors.double().norm(dim=-1, keepdim=True)
-    return vectors.double() / torch.where(norm > 0, norm, torch.nan)
+    return vectors.double() / nonzero(vectors.double().norm(dim=-1, keepdim=True))
