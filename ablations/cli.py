@@ -166,7 +166,9 @@ def probe(
     ] = None,
     task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Only this arm; repeatable.")] = None,
-    sequences: Annotated[int, typer.Option(min=1, help="Test sequences per model.")] = 8,
+    sequences: Annotated[
+        int, typer.Option(min=1, help="Test sequences per model (what fits or scores reads more).")
+    ] = 8,
 ) -> None:
     """Look into the trained models of a run, and draw what a probe measures in each arm.
 

@@ -27,6 +27,7 @@ COLOURS = tuple(OKABE_ITO[name] for name in _ORDER)
 LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (4, 2, 1, 2, 1, 2)))
 PANEL = (3.1, 2.6)
 """Inches of one panel: three fit the width of a page at their printed size."""
+PER_ROW = 4
 
 
 def look_of(arms: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -144,7 +145,7 @@ def draw_all(rows: pd.DataFrame, run: Path | str) -> list[Path]:
         curves, axes = panels(len(tasks), sharey=True)
         for ax, task in zip(axes, tasks, strict=True):
             learning_curves(rows, task, ax)
-        for ax in axes[1:]:
+        for ax in inner(axes):
             ax.set_ylabel("")
         legend_below(curves, axes, title="mean over n seeds; band: 95% bootstrap interval of the mean")
         points, axes = panels(len(tasks), sharey=False, height=0.6 + 0.27 * rows["arm"].nunique())
@@ -154,7 +155,7 @@ def draw_all(rows: pd.DataFrame, run: Path | str) -> list[Path]:
             [t.get_text() for t in ax.get_yticklabels()] == [t.get_text() for t in axes[0].get_yticklabels()]
             for ax in axes
         )
-        for ax in axes[1:] if same else []:
+        for ax in inner(axes) if same else []:
             ax.set_yticklabels([])
         points.supxlabel(
             "a point per seed; bar: mean of n seeds; band: its 95% bootstrap interval", fontsize=8
@@ -163,14 +164,23 @@ def draw_all(rows: pd.DataFrame, run: Path | str) -> list[Path]:
 
 
 def panels(count: int, sharey: bool, height: float = PANEL[1]) -> tuple[Figure, list[Axes]]:
-    """A figure with a row of panels, drawn without a display."""
+    """A figure with panels in rows of PER_ROW at most, drawn without a display; height is a row's."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(PANEL[0] * count if count > 1 else 4.2, height), layout="constrained")
+    columns, rows = min(count, PER_ROW), -(-count // PER_ROW)
+    size = (PANEL[0] * columns if count > 1 else 4.2, height * rows)
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, count, sharey=sharey, squeeze=False)[0]
-    return figure, list(axes)
+    axes = list(figure.subplots(rows, columns, sharey=sharey, squeeze=False).flat)
+    for unused in axes[count:]:
+        unused.remove()
+    return figure, axes[:count]
+
+
+def inner(axes: Sequence[Axes]) -> list[Axes]:
+    """The panels that have another one of their row on their left."""
+    return [ax for i, ax in enumerate(axes) if i % PER_ROW]
 
 
 def legend_below(figure: Figure, axes: Sequence[Axes], columns: int = 4, title: str = "") -> None:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from prism import PrismModel
 
 DEFAULT = ("update_rank", "state_rank", "residual_decay")
+_AT_LEAST = {"anchor_fidelity": 64, "readout": 256, "causal_share": 256}
+"""Sequences of measures that fit or score: on fewer, R^2 and accuracies are noise."""
+_OWN_AXES = {"step_cosines", "causal_share"}  # fields and categories, whose limits are not shared
 _PLOT_OPTIONS = {"state_rank": {"measure": "effective"}}  # numerically, states reach their bound at once
 _READS = {
     "residual_decay": "residual",
@@ -55,19 +58,21 @@ def load_models(run: Path | str, task: str, arm: str) -> list[tuple[int, PrismMo
 def measure(run: Path | str, name: str, task: str, arm: str, sequences: int = 8) -> xr.Dataset:
     """A measure (a name of `probes.MEASURES`) over all seeds of an arm, along a dimension `seed`.
 
-    Each seed's model reads the first `sequences` of the test sequences it was scored on. Measures that score
-    answers read at least 256: causal_share gives all models the same ones, readout reads out the answers.
+    Each seed's model reads the first `sequences` of the test sequences it was scored on. anchor_fidelity,
+    which fits maps, reads at least 64. causal_share and readout (of the answers) read at least 256, all
+    models the same ones: those of the first seed.
     """
     _check_measure(name)
     made, models, needs = task_of(run, task, arm), load_models(run, task, arm), probes.MEASURES[name].needs
-    sequences = max(sequences, 256) if needs else sequences
+    sequences = max(sequences, _AT_LEAST.get(name, 0))
     if "targets" in needs:
         batch = made.batch(sequences, seed=models[0][0], step=0, split="test")
         whole = [model for _, model in models]
         return probes.measure(whole, batch.inputs, name, targets=batch.targets, chance=made.chance)
     parts = []
     for seed, model in models:
-        batch = made.batch(sequences, seed=seed, step=0, split="test")
+        first = models[0][0]  # labels stand at the same tokens for all
+        batch = made.batch(sequences, seed=first if needs else seed, step=0, split="test")
         options = {"labels": batch.targets} if "labels" in needs else {}
         parts.append(probes.measure(model, batch.inputs, name, **options))
     return probes.join_seeds(parts, [seed for seed, _ in models])
@@ -76,18 +81,17 @@ def measure(run: Path | str, name: str, task: str, arm: str, sequences: int = 8)
 def draw(run: Path | str, name: str, task: str, arms: Sequence[str], sequences: int = 8) -> Path:
     """Draw a measure, a panel per arm, into run/figures as PNG and PDF; returns the PNG's path."""
     with figures.paper_style():
-        lines = name != "step_cosines"  # that one is a field
         figure, axes = figures.panels(len(arms), sharey=False)
         for ax, arm in zip(axes, arms, strict=True):
             data = measure(run, name, task, arm, sequences)
             probes.plot(data, name, ax, **_PLOT_OPTIONS.get(name, {}))
             ax.set_title(f"{arm} on {task}\n{ax.get_title()}", fontsize=8)
-        if lines:
+        if name not in _OWN_AXES:
             # Limits are shared at the end: plots that set theirs would fix those of the panels after them.
             low, high = zip(*(ax.get_ylim() for ax in axes), strict=True)
             for ax in axes:
                 ax.set_ylim(min(low), max(high))
-            for ax in axes[1:]:
+            for ax in figures.inner(axes):
                 ax.set_ylabel("")
         return figures.save(figure, Path(run) / "figures" / f"{name}_{_file_name(task)}")
 

@@ -2,11 +2,12 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import ablations
-from ablations import claims, demo, probing, runner, store
+from ablations import claims, demo, figures, probing, runner, store
 from ablations.grid import count_parameters
 
 CHECKOUT = Path(ablations.__file__).resolve().parent.parent
@@ -91,6 +92,29 @@ def test_probing_names_what_is_missing(tiny, tmp_path):
         probing.draw_many(out, task="xro")
     with pytest.raises(FileNotFoundError, match="no finished cell"):
         probing.draw_many(tmp_path)
+
+
+def test_panels_of_a_measure(tiny, monkeypatch):
+    """Limits are shared by panels of lines; a category of a knock-out is never outside its panel."""
+    out, _ = tiny
+    drawn = {}
+    monkeypatch.setattr(figures, "save", lambda figure, stem: drawn.update({stem.name: figure}) or stem)
+    arms = ["GDN", *(arm for arm in demo.ARMS if arm.startswith("PRISM"))]
+    for measure in ("causal_share", "transition", "readout"):
+        probing.draw(out, measure, "xor", arms, sequences=2)
+    for ax in drawn["causal_share_xor"].axes:
+        low, high = sorted(ax.get_ylim())
+        assert all(low < tick < high for tick in ax.get_yticks())
+        assert ax.yaxis_inverted()
+    assert [t.get_text() for t in drawn["causal_share_xor"].axes[1].get_yticklabels()] == [
+        "no step 1", "no step 2", "no refinement", "no base write", "no erase", "no anchor convolution",
+    ]  # fmt: skip
+    panels = drawn["transition_xor"].axes
+    assert len({ax.get_ylim() for ax in panels}) == 1
+    assert [bool(ax.get_ylabel()) for ax in panels] == [True, False, False, False, True, False]
+    assert drawn["transition_xor"].get_figwidth() == pytest.approx(4 * figures.PANEL[0])
+    for ax in drawn["readout_xor"].axes:
+        assert any(np.isfinite(line.get_ydata()).all() and len(line.get_ydata()) for line in ax.lines)
 
 
 def test_arms_that_lack_what_is_measured_are_left_out_and_never_silently_all(tiny, monkeypatch):
