@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SOURCES = {"state": "mixer.state", "mixer": "mixer_out", "residual": "resid_post"}
 IGNORE = -100
 _PIECE_BYTES = 1 << 28
+_FEWEST = 8  # labels to fit on, and to score
 
 
 @torch.no_grad()
@@ -41,7 +42,8 @@ def readout(
 
     labels: the hidden variable at every token (running parity, the group element, the bound value), -100
     where there is none. Logistic regression (scikit-learn, C = 1, standardised features) is fitted on the
-    even sequences and scored on the odd ones, at each of the tokens `at` (default: up to 8). States with more
+    even sequences and scored on the odd ones, at each of the tokens `at` (default: up to 8 of those that have
+    at least 8 labels in either half). States with more
     than max_features entries go through one fixed Gaussian projection to that many (Johnson & Lindenstrauss).
 
     A read-out shows that the variable is there only beside its controls:
@@ -53,8 +55,11 @@ def readout(
         majority    the most frequent label of the training half.
 
     Returns accuracy (dims weights, label, source, layer, token; label hidden, control), its 95 % Wilson
-    interval (edge), and majority (label, token). NaN where the training half has fewer than two classes or a
+    interval (edge), majority and answers (label, token), the number of labels scored. NaN where the training half has fewer than two classes or a
     half has fewer than 8 labels.
+
+    Raises ValueError for unknown sources, labels of another shape or of fewer than 2 classes, and where no
+    token has enough labels.
     """
     unknown = [s for s in sources if s not in SOURCES]
     if unknown or not sources:
@@ -63,14 +68,15 @@ def readout(
         raise ValueError(
             f"labels: expected the shape of inputs {list(inputs.shape)}, got {list(labels.shape)}"
         )
-    at = _factors.positions(at, inputs.shape[1], 8)
     inputs, labels = inputs.cpu(), labels.cpu()
+    at = _labelled(labels) if at is None else _factors.positions(at, inputs.shape[1])
     targets = {"hidden": labels, "control": control_labels(inputs, labels, control_window, seed)}
     models = {"trained": model} | ({} if untrained is None else {"untrained": untrained})
     layers = range(len(model.blocks))
     shape = (len(models), len(targets), len(sources), len(layers), len(at))
     score, bounds = np.full(shape, np.nan), np.full((*shape, 2), np.nan)
     majority = np.full((len(targets), len(at)), np.nan)
+    answers = np.stack([(wanted[1::2, at] != IGNORE).sum(0).numpy() for wanted in targets.values()])
     for m, one in enumerate(models.values()):
         features = _features(one, inputs, sources, at, max_features, seed)
         for (source, l), found in features.items():
@@ -88,6 +94,7 @@ def readout(
             "accuracy": (dims, score),
             "interval": ((*dims, "edge"), bounds),
             "majority": (("label", "token"), majority),
+            "answers": (("label", "token"), answers),
         },
         coords={
             "weights": list(models),
@@ -125,11 +132,17 @@ def control_labels(
 
 
 def plot_readout(ds: xr.Dataset, ax: Axes | None = None, *, token: int | None = None) -> Axes:
-    """Accuracy by layer (at one token; default the last) of each source, with its control (hollow) and the
-    majority class.
+    """Accuracy by layer (at one token; default the last that has one) of each source, with its control
+    (hollow) and the majority class.
     """
     ax = _figures.new_axes(ax)
-    at = ds.isel(token=-1) if token is None else ds.sel(token=token)
+    if token is None:
+        hidden = ds.accuracy.sel(label="hidden")
+        scored = hidden.notnull().any([dim for dim in hidden.dims if dim != "token"])
+        if not scored.any():
+            raise ValueError("ds: expected an accuracy at one token at least, got none")
+        token = int(ds.token[scored][-1])
+    at = ds.sel(token=token)
     layers = ds.layer.values
     shift = np.linspace(-0.12, 0.12, ds.sizes["source"]) if ds.sizes["source"] > 1 else [0.0]
     for i, source in enumerate(ds.source.values):
@@ -152,7 +165,8 @@ def plot_readout(ds: xr.Dataset, ax: Axes | None = None, *, token: int | None = 
     ax.set_xticks(layers)
     ax.set_ylim(top=1.03, auto=None)  # the bottom stays automatic
     seeds = f"{ds.sizes['seed']} seeds, " if "seed" in ds.sizes else ""
-    title = f"token {int(at.token)}, n = {seeds}{ds.attrs['n_sequences'] // 2} test sequences"
+    answers = int(at.answers.sel(label="hidden").min())
+    title = f"token {int(at.token)}, n = {seeds}{answers} test answers"
     _figures.finish(ax, "layer", "read-out accuracy", title, legend=False)
     _figures.legend_below(ax, 3)
     return ax
@@ -192,6 +206,18 @@ def _features(
     return {place: torch.cat(found).numpy() for place, found in parts.items()}
 
 
+def _labelled(labels: Int[Tensor, "B T"]) -> list[int]:
+    """Up to 8 tokens, evenly spread over those at which either half of the sequences has enough labels."""
+    counts = torch.stack([(labels[half::2] != IGNORE).sum(0) for half in (0, 1)]).amin(0)
+    enough = (counts >= _FEWEST).nonzero().flatten().tolist()
+    if not enough:
+        raise ValueError(
+            f"labels: expected a token with at least {_FEWEST} labels in either half of the sequences, "
+            f"got {int(counts.max())} at most; give more sequences"
+        )
+    return _figures.pick(enough, 8)
+
+
 def _fit(features: np.ndarray, labels: np.ndarray) -> tuple[int, int, float]:
     """Right answers, answers, and the majority class's share on the test half."""
     from sklearn.exceptions import ConvergenceWarning
@@ -201,7 +227,7 @@ def _fit(features: np.ndarray, labels: np.ndarray) -> tuple[int, int, float]:
 
     train = (np.arange(len(labels)) % 2 == 0) & (labels != IGNORE)
     test = (np.arange(len(labels)) % 2 == 1) & (labels != IGNORE)
-    if min(train.sum(), test.sum()) < 8:
+    if min(train.sum(), test.sum()) < _FEWEST:
         return 0, 0, np.nan
     classes, counts = np.unique(labels[train], return_counts=True)
     base = float((labels[test] == classes[counts.argmax()]).mean())

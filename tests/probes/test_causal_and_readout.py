@@ -209,6 +209,18 @@ def test_readout_leaves_undefined_what_too_few_labels_define(helpers):
     assert hidden.sel(token=[2, 3]).isnull().all()
     assert not hidden.sel(token=4).isnull().any()
     assert np.isnan(float(ds.majority.sel(label="hidden", token=2)))
+    assert ds.answers.sel(label="hidden").values.tolist() == [0, 20, 20]
+    assert "n = 20 test answers" in probes.plot_readout(ds).get_title()
+    # Left to itself, it reads where labels are; the plot shows the last token that has an accuracy.
+    labels[:, [0, 5]] = -100
+    labels[:16, 4] = -100
+    assert probes.readout(model, inputs, labels, sources=["mixer"]).token.values.tolist() == [1, 3, 4]
+    assert "token 4" in probes.plot_readout(ds).get_title()
+    assert "token 4" in probes.plot_readout(ds.isel(token=[2, 1, 0])).get_title()
+    with pytest.raises(ValueError, match="ds: expected an accuracy at one token at least"):
+        probes.plot_readout(ds.sel(token=[2, 3]))
+    with pytest.raises(ValueError, match="at least 8 labels in either half of the sequences, got 7 at most"):
+        probes.readout(model, inputs[:15], labels[:15])
     with pytest.raises(ValueError, match="sources: expected some of state, mixer, residual, got"):
         probes.readout(model, inputs, labels, sources=["logits"])
     with pytest.raises(ValueError, match=r"labels: expected the shape of inputs \[40, 6\], got \[40, 5\]"):
