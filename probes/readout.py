@@ -43,7 +43,8 @@ def readout(
     labels: the hidden variable at every token (running parity, the group element, the bound value), -100
     where there is none. Logistic regression (scikit-learn, C = 1, standardised features) is fitted on the
     even sequences and scored on the odd ones, at each of the tokens `at` (default: up to 8 of those that have
-    at least 8 labels in either half). States with more than max_features entries go through one fixed Gaussian projection to that many (Johnson & Lindenstrauss).
+    at least 8 labels in either half). States with more than max_features entries go through one fixed
+    Gaussian projection to that many (Johnson & Lindenstrauss).
 
     A read-out shows that the variable is there only beside its controls:
         control     the same classifier on random labels with as many classes, a fixed function of the last
