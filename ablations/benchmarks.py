@@ -12,6 +12,9 @@ from pathlib import Path
 def run_benchmarks(name: str | None = None, arguments: Sequence[str] = (), folder: Path | None = None) -> int:
     """Run benchmarks/bench_*.py one after the other, or only bench_<name>.py with `arguments`.
 
+    In a run of all, scripts with a line `NEEDS_GPU = True` are skipped where there is no CUDA GPU, and the
+    output says so.
+
     Returns the number of scripts that failed. Raises FileNotFoundError outside a checkout and ValueError for
     an unknown name, or for arguments without a name (scripts take different ones).
     """
@@ -31,9 +34,22 @@ def run_benchmarks(name: str | None = None, arguments: Sequence[str] = (), folde
     failed = 0
     for script in scripts.values() if name is None else [scripts[name]]:
         print(f"== {script.name}", flush=True)
+        if name is None and _needs_a_gpu(script) and not _gpu():
+            print("skipped: it needs a CUDA GPU")
+            continue
         command = [sys.executable, str(script), *arguments]
         failed += (
             subprocess.run(command, env={**os.environ, "PYTHONPATH": search_path}, check=False).returncode
             != 0
         )
     return failed
+
+
+def _needs_a_gpu(script: Path) -> bool:
+    return "NEEDS_GPU = True" in script.read_text().splitlines()
+
+
+def _gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

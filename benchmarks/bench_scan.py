@@ -42,6 +42,8 @@ NAMES = ("q", "k", "v", "log_decay", "beta", "write_k", "write_v")
 Inputs = dict[str, Tensor]
 Scan = Callable[..., Tensor]
 
+NEEDS_GPU = True
+
 
 def inputs(shape: tuple[int, int, int, int], L: int, seed: int = 0) -> Inputs:
     """Unit q and k, log_decay around -0.05, beta in (0, 1): what a trained layer hands to the scan."""

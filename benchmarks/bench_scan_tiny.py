@@ -37,6 +37,8 @@ PARTS = {
 }
 Scan = Callable[..., Tensor]
 
+NEEDS_GPU = True
+
 
 def inputs(B: int, D: int, L: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     g = torch.Generator("cuda").manual_seed(seed)

@@ -155,6 +155,18 @@ def test_bench_runs_scripts_and_counts_failures(tmp_path, capfd):
         run_benchmarks(folder=tmp_path / "nowhere")
 
 
+def test_bench_skips_what_needs_a_gpu_and_says_so_unless_asked_by_name(tmp_path, capfd, monkeypatch):
+    from ablations import benchmarks
+
+    (tmp_path / "bench_kernel.py").write_text("NEEDS_GPU = True\nraise SystemExit(3)")
+    monkeypatch.setattr(benchmarks, "_gpu", lambda: False)
+    assert benchmarks.run_benchmarks(folder=tmp_path) == 0
+    assert "skipped: it needs a CUDA GPU" in capfd.readouterr().out
+    assert benchmarks.run_benchmarks("kernel", folder=tmp_path) == 1
+    monkeypatch.setattr(benchmarks, "_gpu", lambda: True)
+    assert benchmarks.run_benchmarks(folder=tmp_path) == 1
+
+
 def test_other_peoples_packages_are_named(tmp_path):
     """`prism` and `tasks` are names of other distributions too."""
     (tmp_path / "tasks").mkdir()
