@@ -66,14 +66,6 @@ class Factors:
         assert state is not None
         return out, state
 
-    @property
-    def base_key(self) -> Float[Tensor, "B T HV K"]:
-        """The key that the anchor answers for: the mixer's own k, which is not the scan's where kappa^1
-        erases.
-        """
-        key = self.extra.get("k", self.k)
-        return key.repeat_interleave(self.v.shape[2] // key.shape[2], dim=2)
-
     def read_before(
         self,
         key: Float[Tensor, "B T HV K"] | None = None,

@@ -46,7 +46,7 @@ def anchor_fidelity(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
     found = {}
     for f in _factors.layers(model, inputs, ["anchor"]):
         u = f.extra["anchor"].double()
-        previous = f.read_before(f.base_key).double()
+        previous = f.read_before().double()
         reads = {"decayed": f.log_decay.double().exp()[..., None] * previous, "previous": previous}
         parts = []
         for name in READS:

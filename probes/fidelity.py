@@ -48,7 +48,7 @@ def gain_fidelity(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
     found = {}
     for f in _factors.layers(model, inputs, ["gain"]):
         gain = f.extra["gain"].double()
-        slope = activation_slope(model.config.activation, f.read_before(f.base_key).double())
+        slope = activation_slope(model.config.activation, f.read_before().double())
         each = slope[..., None, :].expand_as(gain)
         size, ones = nonzero(slope.norm(dim=-1)), slope.shape[-1] ** 0.5
         centred = [x - x.mean((0, 1, 4), keepdim=True) for x in (gain, each)]
@@ -96,12 +96,12 @@ def solver_fidelity(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
     found = {}
     for f in _factors.layers(model, inputs, ["write_k", "write_v", "anchor"]):
         alpha = f.log_decay.exp()[..., None]
-        read = alpha * f.read_before(f.base_key)
+        read = alpha * f.read_before()
         serial, serial_update = _serial(model.blocks[f.layer].mixer, f, read, alpha)
         x = read.double()
         phi = ACTIVATIONS[model.config.activation]
         slope = activation_slope(model.config.activation, x)
-        gradient = ((slope * (f.extra["v"].double() - phi(x)))[..., None, :], f.base_key[..., None, :])
+        gradient = ((slope * (f.extra["v"].double() - phi(x)))[..., None, :], f.key[..., None, :])
         mine = (f.extra["write_v"], f.extra["write_k"])
         my_update = update_factors(f, "update")[:2]
         cosines, errors = [], []

@@ -61,7 +61,8 @@ def step_cosines(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
     """How orthogonal the steps are: cosines between the deltas and between the keys of one token's steps.
 
     The paper says in words that the deltas are orthogonal; nothing enforces it. delta has steps 1..L, key has
-    0..L, step 0 being the base key k; `value` is the cosine of v with every delta.
+    0..L, step 0 being the erasing key k (kappa^1 itself in the `paper` preset); `value` is the cosine of v
+    with every delta.
 
     Returns delta (dims layer, sample, token, head, refine_step, other_refine_step), key (..., term,
     other_term) and value (..., refine_step), in [-1, 1]; NaN where a vector is zero.
@@ -69,7 +70,7 @@ def step_cosines(model: Any, inputs: Int[Tensor, "B T"]) -> xr.Dataset:
     found = {}
     for f in _factors.layers(model, inputs, ["delta", "write_k"]):
         delta = _unit(f.extra["delta"])
-        keys = _unit(torch.cat([f.base_key[..., None, :], f.extra["write_k"]], -2))
+        keys = _unit(torch.cat([f.key[..., None, :], f.extra["write_k"]], -2))
         found[f.layer] = {
             "delta": delta @ delta.mT,
             "key": keys @ keys.mT,

@@ -173,19 +173,20 @@ def test_activation_slope_equals_finite_differences(name):
     torch.testing.assert_close(activation_slope(name, x), want, rtol=1e-7, atol=1e-9)
 
 
-def test_gain_fidelity_equals_loops(helpers):
-    model, inputs = helpers.make("grouped"), helpers.tokens()
+@pytest.mark.parametrize("kind", ["grouped", "paper"])
+def test_gain_fidelity_equals_loops(helpers, kind):
+    model, inputs = helpers.make(kind), helpers.tokens()
     ds = probes.gain_fidelity(model, inputs)
     dense = helpers.Dense(model, inputs, 1)
     read = torch.einsum("bthvk,bthk->bthv", dense.before, dense.k)
     slope, gain = activation_slope("gelu", read), dense.cache["gain"]
     one = ds.sel(layer=1)
-    for l in range(3):
+    for l in range(gain.shape[3]):
         p = gain[..., l, :]
         np.testing.assert_allclose(one.cosine[..., l], cosine(p, slope), atol=1e-6)
         error = (p - slope).norm(dim=-1) / slope.norm(dim=-1)
         np.testing.assert_allclose(one.relative_error[..., l], error, rtol=1e-5)
-        for h in range(4):
+        for h in range(gain.shape[2]):
             want = np.corrcoef(p[:, :, h].flatten(), slope[:, :, h].flatten())[0, 1]
             assert float(one.correlation[h, l]) == pytest.approx(want, abs=1e-5)
     np.testing.assert_allclose(one.baseline_cosine, cosine(slope, torch.ones_like(slope)), atol=1e-6)
