@@ -212,6 +212,51 @@ def test_data_streams_are_the_members_own_and_training_never_sees_held_out_rows(
     assert torch.equal(trainer.inputs[3, 0], TASK.batch(4, seed=0, step=1, start=12).inputs)
 
 
+def test_every_step_reads_its_own_rows(monkeypatch):
+    trainer = Trainer(config(), TASK, TrainSettings(steps=BLOCK + 2, batch_size=2), [0, 1])
+    read = []
+    whole = trainer._loss_and_gradient
+    monkeypatch.setattr(
+        trainer, "_loss_and_gradient", lambda flat, x, y: (read.append(x.clone()), whole(flat, x, y))[1]
+    )
+    for step in range(BLOCK + 2):
+        trainer.step()
+        for member, seed in enumerate(trainer.seeds):
+            block, slot = divmod(step, BLOCK)
+            assert torch.equal(read[-1][member], TASK.batch(2, seed=seed, step=block, start=2 * slot).inputs)
+
+
+def test_scores_are_of_all_answers_alike():
+    """Sequences are scored in pieces, whose answers differ in number."""
+    task = tasks.get("flip_flop", length=24)
+    trainer = Trainer(
+        config(vocab_size=task.vocab_size), task, TrainSettings(batch_size=1, dtype="float64"), [3, 8]
+    )
+    scores = trainer.evaluate("test", 300)
+    for member, seed in enumerate((3, 8)):
+        batch = task.batch(300, seed=seed, split="test")
+        assert (batch.targets[:256] != -100).double().mean() != (batch.targets[256:] != -100).double().mean()
+        with torch.no_grad():
+            logits = PrismModel(trainer.ensemble.config, seed=seed).double()(batch.inputs).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=-100)
+        assert scores.loss[member].item() == pytest.approx(loss.item())
+        scored = batch.targets.flatten() != -100
+        right = (logits.argmax(-1) == batch.targets.flatten())[scored].double().mean().item()
+        assert scores.accuracy[member].item() == pytest.approx(right)
+
+
+def test_curves_log_means_since_the_last_entry():
+    fine, coarse = (
+        Trainer(config(), TASK, dataclasses.replace(SETTINGS, eval_every=every), [0, 1]).train()
+        for every in (2, 8)
+    )
+    for a, b in zip(fine, coarse, strict=True):
+        assert sum(a["curve_train_loss"]) / 4 == pytest.approx(b["curve_train_loss"][0])
+        assert a["curve_train_loss"][0] != pytest.approx(b["curve_train_loss"][0], rel=1e-6)
+        assert (a["val_loss"], a["val_accuracy"]) == (b["curve_val_loss"][0], b["curve_val_accuracy"][0])
+        assert a["val_loss"] == a["curve_val_loss"][-1] != a["curve_val_loss"][0]
+
+
 def test_a_short_training_learns():
     settings = TrainSettings(steps=150, batch_size=16, learning_rate=2e-2, warmup_steps=10, eval_every=75)
     rows = Trainer(config(short_conv=4, mlp_ratio=0, n_refine=0), TASK, settings, [0, 1]).train()

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from ablations import figures, report
+from ablations.statistics import wilson
 
 NASTY = "<script>alert('x')</script> | [a](b)"
 
@@ -26,6 +27,7 @@ def test_summary_counts_failures_and_keeps_n(rows):
     gdn = summary.loc[("xor", "GDN")]
     assert (gdn["n"], gdn["n_finished"], gdn["failed"], gdn["solved"]) == (3, 2, 1, 0)
     assert gdn["accuracy"] == pytest.approx(0.65)
+    assert gdn["success_high"] == wilson(0, 3).high  # the failed seed is a trial too
     other = summary.loc[("xor", NASTY)]
     assert (other["n"], other["solved"], other["success"]) == (3, 3, 1.0)
     assert other["success_low"] < 0.5

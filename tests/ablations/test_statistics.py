@@ -57,6 +57,15 @@ def test_bootstrap_is_deterministic_and_shrinks_with_n():
     assert b.high - b.low == pytest.approx(2 * 1.96 * many.std() / math.sqrt(128), rel=0.15)
 
 
+def test_bootstrap_stays_among_the_values():
+    skewed = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.5])
+    estimate = bootstrap_mean(skewed)
+    resampled = np.random.default_rng(1).choice(skewed, (100_000, 6)).mean(1)
+    # 2.5% of the resamples hold 3 of the low value or more, a third holds none
+    assert (estimate.low, estimate.high) == pytest.approx(tuple(np.quantile(resampled, [0.025, 0.975])))
+    assert estimate.high == 1.0
+
+
 def test_bootstrap_of_equal_values_is_a_point_without_warnings():
     assert bootstrap_mean(np.ones(4)) == (1.0, 1.0, 1.0, 4)
 

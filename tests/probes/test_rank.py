@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from probes import rank
+from probes._factors import Factors
+from probes.update import update_factors
 
 
 def dense(left, right):
@@ -119,6 +121,31 @@ def test_the_tolerance_follows_the_stored_dtype():
         sigma = rank.factor_singular_values(a, b)
         ranks[dtype] = rank.rank_measures(sigma, rank.factor_threshold(a, b, dtype))["numerical"].item()
     assert ranks == {torch.float64: 2, torch.float32: 2, torch.bfloat16: 1}
+
+
+def test_a_value_that_the_state_holds_already_writes_nothing():
+    """v_2 - Sbar_2 k_2 is then the rounding of v_2 alone, which no singular value should be counted for."""
+    gen = torch.Generator().manual_seed(0)
+    key = torch.nn.functional.normalize(torch.randn(1, 1, 1, 8, generator=gen, dtype=torch.float64), dim=-1)
+    value, decay = torch.randn(1, 1, 1, 8, generator=gen), torch.tensor([0.0, -0.3]).view(1, 2, 1)
+    k, v = key.float().expand(1, 2, 1, 8), torch.cat([value, value * decay[0, 1].exp()], 1)
+    none = v.new_zeros(1, 2, 1, 0, 8)
+    f = Factors(0, torch.float32, k, v, decay, torch.ones(1, 2, 1), none, none, {})
+    left, right, norm = update_factors(f)
+    sigma = rank.factor_singular_values(left, right)
+    threshold = rank.factor_threshold(left, right, f.stored, left_norm=norm)
+    assert 0 < sigma[0, 1, 0, 0] < 1e-5
+    assert rank.rank_measures(sigma, threshold)["numerical"].flatten().tolist() == [1, 0]
+
+
+def test_threshold_of_a_matrix_is_the_coarser_of_its_own_and_its_factors():
+    sigma = torch.tensor([3.0, 1.0])
+    for stored, rtol in (
+        (torch.float32, 64 * torch.finfo(torch.float32).eps),
+        (torch.bfloat16, 2 * torch.finfo(torch.bfloat16).eps),
+    ):
+        found = rank.matrix_threshold(sigma, (16, 64), torch.float32, stored).item()
+        assert found == pytest.approx(3 * rtol)
 
 
 def test_bad_factors_are_named():
