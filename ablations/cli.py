@@ -164,7 +164,9 @@ def probe(
     measure: Annotated[
         list[str] | None, typer.Option(help="What to measure; repeatable. Default: rank and residual.")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Only this task; of a saved model, its task and parameters.")
+    ] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Only this arm; repeatable.")] = None,
     sequences: Annotated[
         int, typer.Option(min=1, help="Test sequences per model (what fits or scores reads more).")
@@ -179,11 +181,17 @@ def probe(
     [bold]Use[/bold]: readout, causal-share.
 
     Figures go to RUN/figures. The run must have kept its models (prism demo does, prism ablate with
-    --save-models).
+    --save-models). A folder that save_pretrained wrote does too: prism probe FOLDER --task "mqar length=24".
     """
     from ablations import probing
 
-    for path in probing.draw_many(run, measure, task, arm, sequences):
+    if (run / "config.json").is_file():
+        if task is None or arm:
+            raise ValueError("task: expected --task 'NAME key=value ...' and no --arm with a saved model")
+        paths = probing.draw_saved(run, task, measure, sequences)
+    else:
+        paths = probing.draw_many(run, measure, task, arm, sequences)
+    for path in paths:
         typer.echo(path)
 
 

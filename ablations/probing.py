@@ -15,7 +15,7 @@ import tasks
 from ablations import figures, store
 
 if TYPE_CHECKING:
-    from prism import PrismModel
+    from prism import PrismConfig, PrismModel
 
 DEFAULT = ("update_rank", "state_rank", "residual_decay")
 _AT_LEAST = {"anchor_fidelity": 64, "readout": 256, "causal_share": 256}
@@ -62,8 +62,12 @@ def measure(run: Path | str, name: str, task: str, arm: str, sequences: int = 8)
     which fits maps, reads at least 64. causal_share and readout (of the answers) read at least 256, all
     models the same ones: those of the first seed.
     """
+    return _measure(load_models(run, task, arm), task_of(run, task, arm), name, sequences)
+
+
+def _measure(models: list[tuple[int, PrismModel]], made: tasks.Task, name: str, sequences: int) -> xr.Dataset:
     _check_measure(name)
-    made, models, needs = task_of(run, task, arm), load_models(run, task, arm), probes.MEASURES[name].needs
+    needs = probes.MEASURES[name].needs
     sequences = max(sequences, _AT_LEAST.get(name, 0))
     if "targets" in needs:
         batch = made.batch(sequences, seed=models[0][0], step=0, split="test")
@@ -142,6 +146,41 @@ def draw_many(
     return drawn
 
 
+def draw_saved(
+    folder: Path | str, task: str, names: Sequence[str] | None = None, sequences: int = 8
+) -> list[Path]:
+    """Draw measures of one model that `save_pretrained` wrote, on a task in words ("mqar length=24"), into
+    folder/figures.
+
+    Raises ValueError for a task whose token ids the model does not know, and for a measure that reads what
+    the model's mixer does not have.
+    """
+    from ablations.grid import parse_task
+    from prism import PrismModel
+
+    model = PrismModel.from_pretrained(folder)
+    _, params = parse_task(task)
+    made = tasks.get(params.pop("task"), **params)
+    if made.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"task: expected at most the model's {model.config.vocab_size} token ids, got {made.vocab_size}"
+        )
+    drawn = []
+    for name in [name.replace("-", "_") for name in names or DEFAULT]:
+        _check_measure(name)
+        if not _reads(model.config, _READS.get(name, "log_decay")):
+            if names:
+                raise ValueError(f"measure: {name} reads {_READS[name]!r}, which this model's mixer lacks")
+            continue
+        with figures.paper_style():
+            figure, (ax,) = figures.panels(1, sharey=False)
+            probes.plot(
+                _measure([(0, model)], made, name, sequences), name, ax, **_PLOT_OPTIONS.get(name, {})
+            )
+            drawn.append(figures.save(figure, Path(folder) / "figures" / f"{name}_{_file_name(made.name)}"))
+    return drawn
+
+
 def arms_with_models(run: Path | str, task: str | None = None) -> list[tuple[str, str]]:
     """(task, arm) of the reported cells that have a saved model, in the order of the run."""
     rows = store.load(run)
@@ -162,9 +201,14 @@ def _rows(run: Path | str, task: str, arm: str) -> pd.DataFrame:
 
 def _has(run: Path | str, task: str, arm: str, tensor: str | None) -> bool:
     """Whether the mixers of an arm have this hook point (None: whatever they have will do)."""
-    from prism import PrismConfig, PrismModel
+    from prism import PrismConfig
 
-    config = PrismConfig.from_dict(json.loads(_rows(run, task, arm)["model"].iloc[0]))
+    return _reads(PrismConfig.from_dict(json.loads(_rows(run, task, arm)["model"].iloc[0])), tensor)
+
+
+def _reads(config: PrismConfig, tensor: str | None) -> bool:
+    from prism import PrismModel
+
     names = PrismModel(config, seed=0).hook_shapes(1, 2)
     return tensor is None or any(name.endswith(f".mixer.{tensor}") for name in names)
 

@@ -59,6 +59,25 @@ def test_ablate_then_report_then_probe(grid_file, tmp_path):
     assert (out / "figures" / "residual_decay_xor.png").stat().st_size > 5000
 
 
+def test_probe_takes_any_saved_model(tmp_path):
+    from prism import PrismConfig, PrismModel
+
+    config = PrismConfig.preset("gdn", vocab_size=32, d_model=8, n_layers=1)
+    PrismModel(config, seed=0).save_pretrained(tmp_path)
+    for arguments, words in (
+        ((), "task: expected --task 'NAME key=value ...' and no --arm with a saved model"),
+        (("--task", "mqar"), "task: expected at most the model's 32 token ids, got 64"),
+        (("--task", "xor", "--measure", "gain-fidelity"), "measure: gain_fidelity reads 'gain', which"),
+    ):
+        result = prism("probe", tmp_path, *arguments)
+        assert result.exit_code == 2
+        assert words in " ".join(result.output.split())
+    result = prism("probe", tmp_path, "--task", "xor length=16", "--sequences", "2")
+    assert result.exit_code == 0, result.output
+    drawn = sorted(path.name for path in (tmp_path / "figures").glob("*.png"))
+    assert drawn == ["state_rank_xor.png", "update_rank_xor.png"]  # no refinement, no residual
+
+
 def test_terminal_and_files_tell_of_the_same_cells(grid_file, tmp_path):
     out = tmp_path / "run"
     prism("ablate", grid_file, "--out", out)
