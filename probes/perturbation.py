@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TARGETS = ("transition", "write")
-FORMS = {"constant": None, "ln T": np.log, "sqrt T": np.sqrt, "T": lambda t: t}
+FORMS = {"constant": None, "ln T": np.log, "sqrt T": np.sqrt, "T": lambda t: t, "T^2": np.square}
+"""Appendix D speaks of constant, ln T and T; the others keep a curve between or beyond them from being named
+after the nearest.
+"""
 
 
 @torch.no_grad()
@@ -97,7 +100,7 @@ def perturbation_growth(
 
 
 def fit_growth(error: xr.DataArray, *, draws: int = 200, seed: int = 0) -> xr.Dataset:
-    """Least-squares fits a + b g(T) of an error curve with g = nothing, ln T, sqrt T and T.
+    """Least-squares fits a + b g(T) of an error curve with g = nothing, ln T, sqrt T, T and T^2.
 
     error: dims trial, token (the coordinate holds T) and any others. Fits are to the mean over trials;
     intervals are the 2.5th and 97.5th percentiles over bootstrap draws of trials. Curves are divided by their

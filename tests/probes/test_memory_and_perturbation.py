@@ -136,16 +136,22 @@ def test_errors_equal_a_dense_replay(helpers):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("form", ["constant", "ln T", "sqrt T", "T"])
+@pytest.mark.parametrize("form", ["constant", "ln T", "sqrt T", "T", "T^2"])
 def test_fits_recognise_planted_growth(form, seed):
     t = 2.0 ** np.arange(3, 17)
-    curve = {"constant": 0 * t + 3, "ln T": 1 + 2 * np.log(t), "sqrt T": np.sqrt(t), "T": 5 + t / 9}[form]
+    curve = {
+        "constant": 0 * t + 3,
+        "ln T": 1 + 2 * np.log(t),
+        "sqrt T": np.sqrt(t),
+        "T": 5 + t / 9,
+        "T^2": t**2,
+    }[form]
     noise = np.random.default_rng(seed).normal(1, 0.02, size=(12, len(t)))
     error = xr.DataArray(curve * noise, dims=("trial", "token"), coords={"token": t})
     fits = fit_growth(error)
     assert fits.fit_best.item() == form
     low, high = fits.fit_slope_interval.sel(form="ln T" if form == "constant" else form).values
-    slope = {"constant": 0.0, "ln T": 2.0, "sqrt T": 1.0, "T": 1 / 9}[form] / curve.mean()
+    slope = {"constant": 0.0, "ln T": 2.0, "sqrt T": 1.0, "T": 1 / 9, "T^2": 1.0}[form] / curve.mean()
     assert low <= high
     assert low - 0.02 * abs(slope) - 1e-3 <= slope <= high + 0.02 * abs(slope) + 1e-3
     with pytest.raises(ValueError, match="at: expected at least 4 positions"):
