@@ -29,8 +29,9 @@ FACTS = {
 COMMENTS = {
     "parity_length": (
         "Grazzi et al. (2411.12537, Table 3): eigenvalues in [0, 1] cannot carry running parity to "
-        "unseen lengths, [-1, 1] can. It holds here for Gated DeltaNet, DeltaNet and PRISM alike: "
-        "what decides is the erase range, not the rank of the write. Modular arithmetic is *not* "
+        "unseen lengths, [-1, 1] can. It holds here for DeltaNet and Gated DeltaNet (L = 0) and for "
+        "PRISM (L = 2): what decides is the erase range, not these two ranks of a write. Modular "
+        "arithmetic is *not* "
         "reproduced at this size: no arm learns it within the training lengths, so nothing can "
         "generalise; only the order of the two ranges in validation agrees with theirs."
     ),
@@ -42,7 +43,7 @@ COMMENTS = {
     "mqar_state_size": (
         "Arora et al. (2402.18668): recall rises with the size of the state; that holds. That the "
         "delta rule recalls more than additive writes at equal state is *not* seen at this budget: "
-        "additive writes are ahead at K = 8 and K = 32, and Gated DeltaNet's seeds spread widely, "
+        "additive writes are ahead at every K but 16, and Gated DeltaNet's seeds spread widely, "
         "which looks like training time rather than capacity."
     ),
 }

@@ -213,7 +213,7 @@ def true_read(
     """The "state" anchor u_t = Sbar_t k_t: the serial solver that the other anchors amortise.
 
     A loop over tokens, each of which needs the state that the refinement of the one before has written:
-    slow by nature (about 40 operator calls a token), meant as a yardstick. `assemble` turns a token's
+    slow by nature, meant as a yardstick. `assemble` turns a token's
     tensors into the scan's; the recurrence is the one of `prism.scan.recurrent`.
     """
     groups = v.shape[2] // k.shape[2]

@@ -25,8 +25,7 @@ DEFINITIONS = {
 }
 
 
-# Work in pieces that stay in a core's cache (a factor of 4,096 x 4 x 128 takes 8 ms to convert at once, 2 in
-# pieces); on a GPU pieces only bound the extra memory.
+# Work in pieces that stay in a core's cache; on a GPU pieces only bound the extra memory.
 _PIECE_BYTES = {False: 2 << 20, True: 256 << 20}
 
 
