@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tasks
-from ablations.ensemble import Ensemble, FlatAdamW, member_hits, member_losses
+from ablations.ensemble import Ensemble, FlatAdamW, member_hits, member_losses, row_groups
 from ablations.grid import TrainSettings
 from ablations.trainer import BLOCK, Trainer, learning_rates
 from prism import PrismConfig, PrismModel
@@ -98,6 +98,58 @@ def test_logits_are_those_of_the_models():
     assert Ensemble(config(anchor="state"), [0]).scan_backend == "serial"
     with pytest.raises(ValueError, match="seeds: expected at least one"):
         Ensemble(config(), [])
+
+
+@pytest.mark.parametrize("groups", [2, 3, 6])
+def test_groups_of_rows_change_no_logit_and_no_gradient(groups):
+    ensemble = Ensemble(config(short_conv=4), [4, 9], dtype=torch.float64)
+    batches = [TASK.batch(6, seed=seed) for seed in (0, 1)]
+    inputs, targets = (torch.stack(x) for x in zip(*batches, strict=True))
+    found = []
+    for count in (1, groups):
+        logits = ensemble(inputs, groups=count)
+        (gradient,) = torch.autograd.grad(member_losses(logits, targets).sum(), ensemble.flat)
+        found.append((logits.detach(), gradient))
+    assert (found[0][1].abs().amax(1) > 1e-3).all()
+    for whole, cut in zip(*found, strict=True):
+        torch.testing.assert_close(cut, whole, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match="groups: expected a divisor of the batch size 6, got 4"):
+        ensemble(inputs, groups=4)
+
+
+def test_groups_fill_a_gpu_and_are_none_elsewhere(monkeypatch):
+    device = torch.device("cuda")
+    gpu = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    assert row_groups(16, 32, 128, 16, torch.device("cpu")) == 1
+    assert row_groups(16, 32, 128, 16, device) == 32
+    assert row_groups(256, 32, 128, 16, device) == 4
+    assert row_groups(2000, 32, 128, 16, device) == 1
+    assert row_groups(16, 31, 128, 16, device) == 31
+    assert row_groups(100, 31, 128, 16, device) == 1  # 10 at most, and 31 has no such divisor
+    assert row_groups(16, 32, 128, 256, device) == 4  # 1,024 tokens a group
+    assert row_groups(1, 1, 8, 64, device) == 1
+
+
+@pytest.mark.parametrize(("batch", "groups"), [(4, 4), (3, 1)])
+def test_training_in_groups_is_the_same_training(monkeypatch, batch, groups):
+    settings = dataclasses.replace(SETTINGS, batch_size=batch)
+    whole, cut = (Trainer(config(), TASK, settings, seeds=[3, 0]) for _ in range(2))
+    before = cut.ensemble.flat.clone()
+    whole.step(), whole.step()
+    asked = []
+
+    def as_on_a_gpu(members, rows, *_):
+        asked.append(rows)
+        return groups
+
+    monkeypatch.setattr("ablations.ensemble.row_groups", as_on_a_gpu)
+    cut.step(), cut.step()
+    assert asked == [batch, batch]
+    assert not torch.allclose(cut.ensemble.flat, before, atol=1e-3)
+    torch.testing.assert_close(cut.ensemble.flat, whole.ensemble.flat, rtol=1e-8, atol=1e-10)
+    cut.evaluate("val", 8)
+    assert asked == [batch, batch], "no gradient, no groups"
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
