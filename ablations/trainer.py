@@ -192,10 +192,10 @@ class Trainer:
 
     def _fill(self, block: int) -> None:
         rows = BLOCK * self.settings.batch_size
-        for member, seed in enumerate(self.seeds):
-            batch = self.task.batch(rows, seed=seed, step=block, split="train", device=self.device)
-            self.inputs[:, member] = batch.inputs.view(BLOCK, self.settings.batch_size, -1)
-            self.targets[:, member] = batch.targets.view(BLOCK, self.settings.batch_size, -1)
+        batch = self.task.batch(rows, seed=self.seeds, step=block, split="train", device=self.device)
+        shape = (len(self.seeds), BLOCK, self.settings.batch_size, -1)
+        self.inputs.copy_(batch.inputs.view(shape).transpose(0, 1))
+        self.targets.copy_(batch.targets.view(shape).transpose(0, 1))
 
     def _held_out(self, split: str, rows: int) -> list[tasks.Batch]:
         if (split, rows) not in self._kept:

@@ -7,6 +7,7 @@ SplitMix64's output function (Steele, Lea, Flood 2014) on an odd-increment count
 that went through the same function.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -76,17 +77,28 @@ def sort_(words: Int[Tensor, "n count"]) -> Int[Tensor, "n count"]:
     return words
 
 
+def _to_device(keys: Sequence[int], device: torch.device) -> Int[Tensor, "keys"]:
+    keys_here = torch.tensor([signed(key) for key in keys])
+    # From pinned memory the copy is queued; otherwise the host would wait for all work before it.
+    return (keys_here.pin_memory() if device.type == "cuda" else keys_here).to(device, non_blocking=True)
+
+
 class Rng:
     """Random integers for rows start .. start+n-1 of a batch; each call draws words that no other call
     has drawn.
 
-    `key` stands for everything but the row number. Two methods called in the same order give the same
-    integers.
+    `key` stands for everything but the row number; several keys give these rows of each in turn. Two methods
+    called in the same order give the same integers.
     """
 
-    def __init__(self, key: int, n: int, start: int = 0, device: torch.device | str = "cpu"):
-        self.n, self.device, self._used = n, torch.device(device), 0
-        rows = torch.arange(start, start + n, device=self.device).mul_(signed(_GOLDEN)).add_(signed(key))
+    def __init__(self, key: int | Sequence[int], n: int, start: int = 0, device: torch.device | str = "cpu"):
+        keys = [key] if isinstance(key, int) else key
+        self.n, self.device, self._used = n * len(keys), torch.device(device), 0
+        rows = torch.arange(start, start + n, device=self.device).mul_(signed(_GOLDEN))
+        if len(keys) == 1:
+            rows.add_(signed(keys[0]))
+        else:
+            rows = (rows + _to_device(keys, self.device)[:, None]).flatten()
         self._rows: Int[Tensor, "n 1"] = mix_(rows)[:, None]
 
     def words(self, count: int) -> Int[Tensor, "n count"]:

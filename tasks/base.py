@@ -3,7 +3,7 @@ inputs alone.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -19,6 +19,7 @@ Labels = Mapping[str, tuple[str, ...]]
 IGNORE = -100
 MIN_SEQUENCES = 1024
 _BLOCK_TOKENS = 1 << 16
+_PASS_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,13 +128,13 @@ class Task:
     def batch(
         self,
         n: int,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         step: int = 0,
         split: str = "train",
         device: torch.device | str = "cpu",
         start: int = 0,
     ) -> Batch:
-        """Rows start .. start+n-1 of (seed, step, split).
+        """Rows start .. start+n-1 of (seed, step, split); of several seeds, n rows of each in turn.
 
         A row is a pure function of (parameters, version, split, seed, step, its number): the same on
         every device, in every process and for every n; no global generator is read or touched. On a GPU
@@ -143,16 +144,22 @@ class Task:
             raise ValueError(f"split: expected one of {', '.join(SPLITS)}, got {split!r}")
         require_int("n", n, 1)
         require_int("start", start, 0)
-        for argument, value in (("seed", seed), ("step", step)):
+        seeds = list(seed) if isinstance(seed, Sequence) and not isinstance(seed, str) else [seed]
+        if not seeds:
+            raise ValueError("seed: expected an integer or at least one, got none")
+        for argument, value in (*(("seed", one) for one in seeds), ("step", step)):
             require_int(argument, value, -(2**63), 2**63 - 1)
         device = torch.device(device)
-        base = key(self.name, self.version, split, seed, step)
-        # On a CPU, blocks of rows that stay in the cache are several times as fast as one large pass.
-        rows = n if device.type != "cpu" else max(1, _BLOCK_TOKENS // self.width(split))
-        parts = [
-            self._rows(Rng(base, min(rows, n - i), start + i, device), split)
-            for i in range(0, n, max(1, rows))
-        ]
+        keys = [key(self.name, self.version, split, one, step) for one in seeds]
+        if device.type == "cpu":
+            # Blocks of rows that stay in the cache are several times as fast as one large pass.
+            rows = max(1, _BLOCK_TOKENS // self.width(split))
+            rngs = [Rng(k, min(rows, n - i), start + i, device) for k in keys for i in range(0, n, rows)]
+        else:
+            # A pass is a hundred small kernels whatever its size, so it takes as many seeds as memory bears.
+            some = max(1, _PASS_TOKENS // (n * self.width(split)))
+            rngs = [Rng(keys[i : i + some], n, start, device) for i in range(0, len(keys), some)]
+        parts = [self._rows(rng, split) for rng in rngs]
         inputs, targets = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
         return Batch(inputs, targets, self, split)
 

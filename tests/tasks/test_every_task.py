@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import tasks
+from tasks._random import Rng, key
 from tasks._splits import SPLITS
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
@@ -169,6 +170,19 @@ def test_large_batches_are_made_in_blocks_of_the_same_rows(name, monkeypatch):
 
 
 @EVERY
+def test_several_seeds_give_the_rows_of_each(name):
+    task, seeds = tasks.get(name, **longer(name)), [3, -1, 2**40]
+    alone = [task.batch(5, seed=seed, step=2, split="val", start=4) for seed in seeds]
+    together = task.batch(5, seed=seeds, step=2, split="val", start=4)
+    assert torch.equal(together.inputs, torch.cat([batch.inputs for batch in alone]))
+    # A GPU makes all of them in one pass, which no row may notice.
+    keys = [key(task.name, task.version, "val", seed, 2) for seed in seeds]
+    inputs, targets = task._rows(Rng(keys, 5, 4), "val")
+    assert torch.equal(inputs, together.inputs)
+    assert torch.equal(targets, together.targets)
+
+
+@EVERY
 def test_no_global_generator_is_read_or_touched(name):
     task = tasks.get(name)
     torch.manual_seed(1)
@@ -314,6 +328,9 @@ def test_gpu_makes_the_same_integers(name):
         assert torch.equal(ours.inputs, theirs.inputs.cpu())
         assert torch.equal(ours.targets, theirs.targets.cpu())
         assert torch.equal(task.solve(theirs.inputs).cpu(), task.solve(ours.inputs))
+    ours, theirs = (task.batch(70, seed=[0, 5, 9], device=device) for device in ("cpu", "cuda"))
+    assert torch.equal(ours.inputs, theirs.inputs.cpu())
+    assert torch.equal(ours.targets, theirs.targets.cpu())
 
 
 if __name__ == "__main__":

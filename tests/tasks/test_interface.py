@@ -70,6 +70,8 @@ def test_impossible_parameters_say_what_was_expected(name, params, message):
         ({"n": 3, "split": "dev"}, "^split: expected one of train, val, test, got 'dev'$"),
         ({"n": 3, "start": -1}, "^start: expected an integer at least 0, got -1$"),
         ({"n": 3, "seed": 0.5}, "^seed: expected an integer from .*, got 0.5$"),
+        ({"n": 3, "seed": []}, "^seed: expected an integer or at least one, got none$"),
+        ({"n": 3, "seed": [1, "2"]}, "^seed: expected an integer from .*, got '2'$"),
         ({"n": 3, "step": None}, "^step: expected an integer from .*, got None$"),
     ],
 )

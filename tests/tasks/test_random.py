@@ -42,6 +42,11 @@ def test_words_do_not_depend_on_how_they_are_asked_for():
     assert not torch.equal(Rng(5, 7).words(6), Rng(6, 7).words(6))
 
 
+def test_several_keys_give_the_rows_of_each():
+    keys = [5, key("high bit"), 2**64 - 1]
+    assert torch.equal(Rng(keys, 3, 4).words(6), torch.cat([Rng(k, 3, 4).words(6) for k in keys]))
+
+
 @pytest.mark.parametrize("bound", [1, 2, 3, 10, 29, 64, 1000])
 def test_below_is_uniform_and_rows_and_columns_are_independent(bound):
     x = Rng(key("uniform", bound), 4000).below(bound, 25)
