@@ -1,0 +1,185 @@
+"""The refinement chain as one operator: from r^1, gains and step gates to the writes in one pass.
+
+    delta^l = phi(p^l * r^l)      r^{l+1} = r^l - delta^l      w^l = b^l delta^l       (Eqs. 15, 16)
+
+Each input is read once and each result written once, forward and backward; PyTorch, step by step, moves about
+five times as much (benchmarks/NOTES.md). `prism.refinement` is the definition, and what runs wherever a hook
+wants to see a residual or a delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from prism.scan.triton._chain_kernels import chain_grad_kernel, chain_kernel
+from prism.scan.triton._operator import _plain
+
+ACTIVATIONS = ("gelu", "silu", "tanh", "identity")
+MAX_STEPS = 8
+"""The largest L taken: the kernels hold what all steps need in registers."""
+ELEMENTS = 1024
+"""Elements of one program, eight for each of 128 threads."""
+
+
+def chain(
+    r: Float[Tensor, "B T HV V"],
+    gain: Float[Tensor, "B T HV L V"] | None,
+    gate: Float[Tensor, "B T HV L"],
+    activation: str = "gelu",
+    subtract: bool = True,
+) -> Float[Tensor, "B T HV L V"]:
+    """write_v of L refinement steps from the first residual.
+
+    Args:
+        r: r^1. gain: p, None for the constant 1. gate: b. Dtypes may differ; sums are float32 and the result
+            has the dtype to which PyTorch promotes them. r and gain may be views: only V must be contiguous.
+        activation: phi, one of `ACTIVATIONS`. subtract: r^{l+1} = r^l - delta^l, or r^l if False.
+
+    Differentiable once, in reverse, in every tensor. Works under torch.compile and torch.func.vmap.
+
+    Raises:
+        ValueError: an unknown activation, L = 0 or above `MAX_STEPS`, a shape that does not fit, float64.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, came {activation!r}")
+    if gate.shape[:-1] != r.shape[:-1] or not 1 <= gate.shape[-1] <= MAX_STEPS:
+        raise ValueError(
+            f"gate: expected [B, T, HV, L] = [{', '.join(map(str, r.shape[:-1]))}, 1 to {MAX_STEPS}], "
+            f"came {list(gate.shape)}"
+        )
+    if gain is not None and gain.shape != (*gate.shape, r.shape[-1]):
+        expected = [*gate.shape, r.shape[-1]]
+        raise ValueError(f"gain: expected [B, T, HV, L, V] = {expected}, came {list(gain.shape)}")
+    for name, x in (("r", r), ("gain", gain), ("gate", gate)):
+        if x is not None and x.dtype == torch.float64:
+            raise ValueError(f"{name}: expected float32, bfloat16 or float16, came float64")
+    if torch.compiler.is_compiling():
+        return _chain(r, gain, gate, activation, subtract)
+    return _Chain.apply(r, gain, gate, activation, subtract)
+
+
+def _spread(x: Tensor) -> Tensor:
+    """x as the kernels read it: tokens evenly apart, V contiguous; a copy only where it is not so."""
+    even = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return x if even and x.stride(-1) == 1 else x.contiguous()
+
+
+def _dtype(r: Tensor, gain: Tensor | None, gate: Tensor) -> torch.dtype:
+    found = torch.promote_types(r.dtype, gate.dtype)
+    return found if gain is None else torch.promote_types(found, gain.dtype)
+
+
+def _launch(
+    kernel: Any, tensors: Sequence[Tensor | None], r: Tensor, gain: Tensor | None, *options: Any
+) -> None:
+    """`tensors` lead the kernel's arguments. The last option is L."""
+    *flags, L = options
+    B, T, HV, V = r.shape
+    rows, BV = B * T * HV, triton.next_power_of_2(V)
+    R = max(1, ELEMENTS // BV)
+    steps = (0, 0, 0) if gain is None else (gain.stride(1), gain.stride(2), gain.stride(3))
+    grid = (triton.cdiv(rows, R),)
+    call = kernel[grid]
+    arguments = (*tensors, rows, HV, r.stride(1), r.stride(2), *steps, V, L, R, BV, *flags, gain is not None)
+    if r.is_cuda and r.device.index != torch.cuda.current_device():
+        with torch.cuda.device(r.device):
+            call(*arguments, num_warps=4)
+    else:
+        call(*arguments, num_warps=4)
+
+
+def _run(r: Tensor, gain: Tensor | None, gate: Tensor, activation: str, subtract: bool) -> Tensor:
+    r, gate = _spread(r), gate.contiguous()
+    gain = None if gain is None else _spread(gain)
+    write_v = r.new_empty(*gate.shape, r.shape[-1], dtype=_dtype(r, gain, gate))
+    _launch(chain_kernel, (r, gain, gate, write_v), r, gain, activation, subtract, gate.shape[-1])
+    return write_v
+
+
+def _run_backward(
+    d_write_v: Tensor, r: Tensor, gain: Tensor | None, gate: Tensor, activation: str, subtract: bool
+) -> list[Tensor]:
+    r, gate = _spread(r), gate.contiguous()
+    gain = None if gain is None else _spread(gain)
+    grads = [x.new_empty(x.shape) for x in (r, gain, gate) if x is not None]
+    outputs = (grads[0], None if gain is None else grads[1], grads[-1])
+    tensors = (d_write_v.contiguous(), r, gain, gate, *outputs)
+    _launch(chain_grad_kernel, tensors, r, gain, activation, subtract, gate.shape[-1])
+    return grads
+
+
+_chain = torch.library.custom_op("prism::chain", _run, mutates_args=())
+_chain_backward = torch.library.custom_op("prism::chain_backward", _run_backward, mutates_args=())
+
+
+@_chain.register_fake
+def _(r, gain, gate, activation, subtract):
+    return r.new_empty(*gate.shape, r.shape[-1], dtype=_dtype(r, gain, gate))
+
+
+@_chain_backward.register_fake
+def _(d_write_v, r, gain, gate, activation, subtract):
+    return [x.new_empty(x.shape) for x in (r, gain, gate) if x is not None]
+
+
+# Under vmap members fold into B.
+
+
+def _fold(E: int, dims: Sequence[int | None], inputs: Sequence[Any]) -> list[Any]:
+    folded = []
+    for x, dim in zip(inputs, dims, strict=True):
+        if isinstance(x, Tensor):
+            x = (x.unsqueeze(0).expand(E, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+        folded.append(x)
+    return folded
+
+
+@_chain.register_vmap
+def _(info, in_dims, *args):
+    return _chain(*_fold(info.batch_size, in_dims, args)).unflatten(0, (info.batch_size, -1)), 0
+
+
+@_chain_backward.register_vmap
+def _(info, in_dims, *args):
+    grads = _chain_backward(*_fold(info.batch_size, in_dims, args))
+    return [g.unflatten(0, (info.batch_size, -1)) for g in grads], [0] * len(grads)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    r, gain, gate, ctx.activation, ctx.subtract = inputs
+    ctx.save_for_backward(r, gain, gate)
+
+
+def _backward(ctx: Any, d_write_v: Tensor) -> tuple[Tensor | None, ...]:
+    r, gain, gate = ctx.saved_tensors
+    run = _run_backward if _plain(d_write_v, r, gain, gate) else _chain_backward
+    d_r, *d_gain, d_gate = run(d_write_v, r, gain, gate, ctx.activation, ctx.subtract)
+    return d_r, d_gain[0] if d_gain else None, d_gate, None, None
+
+
+# For torch.compile, which cannot trace an autograd.Function under vmap.
+_chain.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Chain(torch.autograd.Function):
+    """Everywhere else: unlike the operator's own formula it can be vmapped and differentiated there."""
+
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(once_differentiable(_backward))  # type: ignore[assignment]
+
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        # The operator's dispatch costs as much as a small chain: only where something else looks on.
+        return (_run if _plain(*args[:3]) else _chain)(*args)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        E = info.batch_size
+        return _Chain.apply(*_fold(E, in_dims, args)).unflatten(0, (E, -1)), 0
