@@ -22,6 +22,14 @@ from prism.scan.triton._chunkwise_backward import (
     writes_grad_kernel,
 )
 from prism.scan.triton._chunkwise_forward import prepare_kernel, scan_kernel, writes_kernel
+from prism.scan.triton._segments import (
+    Segments,
+    combine_kernel,
+    cut,
+    number,
+    segment_kernel,
+    segment_reverse_kernel,
+)
 
 MAX_WIDTH = 128
 """The largest K and V taken: one program holds all K rows of a slice of the state."""
@@ -45,6 +53,10 @@ class Tuning(NamedTuple):
     scores_grad: Launch
     queries_grad: Launch
     keys_grad: Launch
+    segment: Launch
+    segment_reverse: Launch
+    combine: Launch
+    segment_chunks: int = -1  # chunks of a segment; 0: the pass has one level; -1: `segment_chunks` decides
 
 
 FEW_PROGRAMS = 64
@@ -59,7 +71,7 @@ def tuning(dtype: torch.dtype, K: int, V: int, programs: int, writes: bool) -> T
     """
     if dtype == torch.float32:
         block = min(32, _padded(V))
-        return Tuning(32, *[Launch(4, 1, block)] * 2, *[Launch(8, 1, block)] * 6)
+        return Tuning(32, *[Launch(4, 1, block)] * 2, *[Launch(8, 1, block)] * 8, Launch(4, 1, 16))
     if programs <= FEW_PROGRAMS:
         scan = reverse = Launch(4, 2, 32)
     else:
@@ -74,7 +86,26 @@ def tuning(dtype: torch.dtype, K: int, V: int, programs: int, writes: bool) -> T
         scores_grad=Launch(4, 2, 64),
         queries_grad=Launch(4, 1 if writes else 2, 64),
         keys_grad=Launch(4, 2, 64),
+        segment=Launch(4, 2, 64),
+        segment_reverse=Launch(4, 2, 64),
+        combine=Launch(2, 1, 16),
     )
+
+
+FULL = 128
+"""Programs of a pass over chunks, a slice of 64 columns each, that fill a GPU: about its multiprocessors."""
+
+
+def segment_chunks(tokens: int, sequences: int, HV: int, V: int, C: int) -> int:
+    """Chunks of a segment, by shapes alone; 0 where the pass over chunks has one level.
+
+    `tokens` in all. Two levels are 2.2 times the work of one, so that fewer than three segments a sequence
+    gain nothing; nor do more than fill the GPU, or segments too short for their share of the tables.
+    """
+    pieces = FULL // max(1, sequences * HV * ((V + 63) // 64))
+    chunks = (tokens + sequences * C - 1) // (max(1, sequences) * C)
+    length = (chunks + pieces - 1) // max(1, pieces)
+    return length if pieces >= 3 and length >= 16 else 0
 
 
 def widths(dtype: torch.dtype, K: int, V: int) -> tuple[int, int]:
@@ -112,6 +143,34 @@ def layout(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Layout:
     end = offsets[owner + 1]
     spans = torch.stack([torch.minimum(offsets[owner] + (chunk - start[owner]) * C, end), end], 1)
     return Layout(per_row + sequences, per_row, sequences, offsets, start, spans)
+
+
+def _segments(B: int, T: int, HV: int, V: int, cu_seqlens: Tensor | None, tuned: Tuning) -> tuple[int, int]:
+    """Chunks of a segment and segments launched; 0, 0 where the pass has one level."""
+    sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    chunks = tuned.segment_chunks
+    if chunks < 0:
+        chunks = segment_chunks(B * T, sequences, HV, V, tuned.chunk)
+    if not chunks:
+        return 0, 0
+    return chunks, number(T, sequences, chunks * tuned.chunk, cu_seqlens is not None)
+
+
+def _tuned(q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | None) -> Tuning:
+    B, T, HV, V = v.shape
+    K = q.shape[3]
+    sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    _, segments = _segments(B, T, HV, V, cu_seqlens, tuning(q.dtype, K, V, 0, False))
+    programs = max(sequences, segments) * HV * triton.cdiv(V, 64)
+    return tuning(q.dtype, K, V, programs, write_k is not None)
+
+
+def _cut(where: Layout, T: int, C: int, chunks: int, launched: int, device: torch.device) -> Segments:
+    offsets, start = where.offsets, where.chunk_start
+    if offsets is None or start is None:
+        row = torch.arange(where.sequences + 1, device=device)
+        offsets, start = row * T, row * where.chunks_per_row
+    return cut(offsets, start, launched, chunks, C)
 
 
 def _padded(width: int) -> int:
@@ -167,14 +226,19 @@ def allocate(
     q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | None, *, tuned: Tuning | None = None
 ) -> list[Tensor]:
     """Each chunk's inverse and scores [2, B, T, HV, C], its decays [2, B, T, HV] in float32, e = v - Sbar k
-    [B, T, HV, V], and the state at its start [chunks, HV, K, V]; but for the decays in the dtype of q."""
+    [B, T, HV, V], and the state at its start [chunks, HV, K, V]; but for the decays in the dtype of q. Where
+    the pass has two levels, the transitions of its segments [segments, HV, K, K] in float32."""
     B, T, HV, _ = v.shape
     K, V = widths(q.dtype, q.shape[3], v.shape[3])
-    C = (tuned or tuning(q.dtype, K, V, 0, False)).chunk
+    tuned = tuned or tuning(q.dtype, K, V, 0, False)
+    C = tuned.chunk
     per_row = (T + C - 1) // C  # T may be symbolic
     chunks = B * per_row if cu_seqlens is None else per_row + cu_seqlens.shape[0] - 1
     decays = q.new_empty(2, B, T, HV, dtype=torch.float32)
-    return [q.new_empty(2, B, T, HV, C), decays, v.new_empty(B, T, HV, V), q.new_empty(chunks, HV, K, V)]
+    _, segments = _segments(B, T, HV, V, cu_seqlens, tuned)
+    transitions = [q.new_empty(segments, HV, K, K, dtype=torch.float32)] if segments else []
+    states = q.new_empty(chunks, HV, K, V)
+    return [q.new_empty(2, B, T, HV, C), decays, v.new_empty(B, T, HV, V), states, *transitions]
 
 
 @_on_its_device
@@ -195,20 +259,20 @@ def forward(
         q, k, v, log_decay.float(), beta.float(), write_k, write_v, initial_state
     )
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tuned = tuned or tuning(q.dtype, K, V, N * HV * triton.cdiv(V, 64), write_k is not None)
+    tuned = tuned or _tuned(q, v, write_k, cu_seqlens)
     C, BK, wide = tuned.chunk, _padded(K), q.dtype == torch.float32
     dot = "ieee" if wide else "tf32x3"
     where = layout(B, T, C, cu_seqlens)
     packed = where.spans is not None
     tokens = (where.spans, scale, T, where.chunks_per_row, H, HV)
+    length, launched = _segments(B, T, HV, V, cu_seqlens, tuned)
     kept: list[Any]
     if saved:
         (solve, scores), (grown, rest), *kept = saved
     else:
         solve, scores = q.new_empty(2, B, T, HV, C)
         grown, rest = q.new_empty(2, B, T, HV, dtype=torch.float32)
-        kept = [None, None]
-    final = q.new_empty(where.sequences, HV, K, V, dtype=torch.float32)
+        kept = [None, None, q.new_empty(launched, HV, K, K, dtype=torch.float32)]
     o = torch.empty_like(v)
 
     at = tuned.prepare
@@ -228,14 +292,43 @@ def forward(
             K, V, C, BK, at.v_block, packed, wide, dot, num_warps=at.warps, num_stages=at.stages,
         )  # fmt: skip
 
+    sequences, offsets, chunk_start, start, last = N, where.offsets, where.chunk_start, initial_state, None
+    if launched:
+        cut = _cut(where, T, C, length, launched, q.device)
+        parts, start = q.new_empty(2, launched, HV, K, V, dtype=torch.float32)
+        tables = (cut.offsets, cut.chunk_start, cut.owner, cut.first)
+        given = initial_state is not None
+        at = tuned.segment
+        slices = triton.cdiv(V, at.v_block) + triton.cdiv(K, at.v_block)
+        segment_kernel[(launched * HV * slices,)](
+            k, target, beta, solve, grown, rest, write_state, initial_state, parts, kept[2], *tables, H, HV,
+            K, V, C, BK, at.v_block, dot, given, write_o is not None,
+            num_warps=at.warps, num_stages=at.stages,
+        )  # fmt: skip
+        _combine(kept[2], parts, initial_state, start, cut, tuned, dot, reverse=False)
+        sequences, offsets, chunk_start, last = launched, cut.offsets, cut.chunk_start, cut.first[1:] - 1
     at = tuned.scan
-    scan_kernel[(where.sequences * HV * triton.cdiv(V, at.v_block),)](
-        q, k, target, beta, solve, scores, grown, rest, write_o, write_state, initial_state, o, final, *kept,
-        where.offsets, where.chunk_start, scale, T, where.chunks_per_row, H, HV,
-        K, V, C, BK, at.v_block, packed, dot, initial_state is not None, write_o is not None, bool(saved),
+    final = q.new_empty(sequences, HV, K, V, dtype=torch.float32)
+    scan_kernel[(sequences * HV * triton.cdiv(V, at.v_block),)](
+        q, k, target, beta, solve, scores, grown, rest, write_o, write_state, start, o, final, *kept[:2],
+        offsets, chunk_start, scale, T, where.chunks_per_row, H, HV,
+        K, V, C, BK, at.v_block, offsets is not None, dot, start is not None, write_o is not None,
+        bool(saved), num_warps=at.warps, num_stages=at.stages,
+    )  # fmt: skip
+    return o, final if last is None else final[last]
+
+
+def _combine(
+    transitions: Tensor, parts: Tensor, given: Tensor | None, out: Tensor, cut: Segments, tuned: Tuning,
+    dot: str, *, reverse: bool,
+) -> None:  # fmt: skip
+    _, HV, K, V = parts.shape
+    at = tuned.combine
+    combine_kernel[((cut.first.shape[0] - 1) * HV * triton.cdiv(V, at.v_block),)](
+        transitions, parts, given, out, cut.first, HV,
+        K, V, _padded(K), at.v_block, min(32, _padded(K)), dot, given is not None, reverse,
         num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
-    return o, final
 
 
 @_on_its_device
@@ -261,25 +354,41 @@ def backward(
         q, k, v, log_decay.float(), beta.float(), write_k, write_v, do, dstate
     )
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tuned = tuned or tuning(q.dtype, K, V, N * HV * triton.cdiv(V, 64), write_k is not None)
+    tuned = tuned or _tuned(q, v, write_k, cu_seqlens)
     C, BK, wide = tuned.chunk, _padded(K), q.dtype == torch.float32
     dot = "ieee" if wide else "tf32x3"
     where = layout(B, T, C, cu_seqlens)
     packed, writes = where.spans is not None, write_k is not None
     L = write_k.shape[3] if write_k is not None else 0
-    (solve, scores), (grown, rest), error, states = saved
+    (solve, scores), (grown, rest), error, states, *transitions = saved
 
+    sequences, offsets, chunk_start, end, first = N, where.offsets, where.chunk_start, dstate, None
+    if transitions:
+        length, launched = _segments(B, T, HV, V, cu_seqlens, tuned)
+        cut = _cut(where, T, C, length, launched, q.device)
+        parts, end = q.new_empty(2, launched, HV, K, V, dtype=torch.float32)
+        tables = (cut.offsets, cut.chunk_start, cut.owner, cut.first)
+        at = tuned.segment_reverse
+        segment_reverse_kernel[(launched * HV * triton.cdiv(V, at.v_block),)](
+            q, k, beta, solve, scores, grown, rest, do, dstate, parts, *tables, scale, H, HV,
+            K, V, C, BK, at.v_block, dot, dstate is not None, num_warps=at.warps, num_stages=at.stages,
+        )  # fmt: skip
+        _combine(transitions[0], parts, dstate, end, cut, tuned, dot, reverse=True)
+        sequences, offsets, chunk_start, first = launched, cut.offsets, cut.chunk_start, cut.first[:-1]
     at = tuned.reverse
     dv = torch.empty_like(v)
     d_states = torch.empty_like(states)
-    d_initial = q.new_empty(where.sequences, HV, K, V, dtype=torch.float32)
+    d_initial = q.new_empty(sequences, HV, K, V, dtype=torch.float32)
     slices = triton.cdiv(V, at.v_block)
     kept = q.new_empty(B, T, HV, slices, dtype=torch.float32)
-    reverse_kernel[(where.sequences * HV * slices,)](
-        q, k, beta, solve, scores, grown, rest, error, do, dstate, dv, d_states, d_initial, kept,
-        where.offsets, where.chunk_start, scale, T, where.chunks_per_row, H, HV,
-        K, V, C, BK, at.v_block, packed, dot, dstate is not None, num_warps=at.warps, num_stages=at.stages,
+    reverse_kernel[(sequences * HV * slices,)](
+        q, k, beta, solve, scores, grown, rest, error, do, end, dv, d_states, d_initial, kept,
+        offsets, chunk_start, scale, T, where.chunks_per_row, H, HV,
+        K, V, C, BK, at.v_block, offsets is not None, dot, end is not None,
+        num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
+    if first is not None:
+        d_initial = d_initial[first]
 
     d_write_k = d_write_v = by_writes = write_gate_grad = None
     if write_k is not None and write_v is not None:
@@ -323,6 +432,6 @@ def backward(
     if HV != H:
         dq = dq.unflatten(2, (H, HV // H)).sum(3).to(q.dtype)
         dk = dk.unflatten(2, (H, HV // H)).sum(3).to(k.dtype)
-    first = None if initial_state is None else d_initial
+    d_start = None if initial_state is None else d_initial
     d_log_decay, d_beta = (x.to(dtype) for x, dtype in zip((d_log_decay, d_beta), gate_dtypes, strict=True))
-    return dq, dk, dv, d_log_decay, d_beta, d_write_k, d_write_v, first
+    return dq, dk, dv, d_log_decay, d_beta, d_write_k, d_write_v, d_start
