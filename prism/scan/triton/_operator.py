@@ -163,7 +163,7 @@ def _fold(E: int, dims: Sequence[int | None], inputs: Sequence[Any], dos: Sequen
             continue
         x = x.unsqueeze(0).expand(E, *x.shape) if dim is None else x.movedim(dim, 0)
         place = 0 if at in (-1, 8) else axis
-        folded.append(x.movedim(0, place).flatten(place, place + 1))
+        folded.append(_dense(x.movedim(0, place).flatten(place, place + 1)))
     if inputs[9] is not None:
         if dims[len(dos) + 9] is not None:
             raise ValueError("prism_scan: cu_seqlens must be the same for every member under vmap")
@@ -216,6 +216,7 @@ def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tenso
     *tensors, initial_state, cu_seqlens = kept[:9]
     if do is None and dstate is None:
         return (None,) * 11
+    do, dstate = _dense(do), _dense(dstate)
     run: Callable[..., list[Tensor]] = _scan_backward
     if _plain(do, dstate, *tensors, initial_state):
         run = _run_backward
@@ -269,6 +270,8 @@ class _Transformed(torch.autograd.Function):
 
 def apply(*inputs: Any) -> tuple[Tensor, Tensor]:
     """The canonical inputs of `prism.scan._inputs`; returns o and the final state."""
+    # Out here a copy is made once, not again for backward, and a compiler writes it where it makes the tensor.
+    inputs = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in inputs)
     grad = torch.is_grad_enabled()
     if torch.compiler.is_compiling():
         o, state, *_ = _scan(*inputs, grad)
