@@ -4,8 +4,9 @@ CPU, one thread: a step of a full PRISM model (L = 2, 2 layers with MLP, T 64, B
 the same skeleton whose mixer forms every D x D update and sums them up (the public release's arithmetic:
 nothing is erased or decayed). Both take turns in one process, and all but the scan is the same code.
 
-CUDA: a step of 16 members (2 layers with MLP, D 16, T 128, B 32, L = 2) captured in a CUDA graph, batches
-included.
+CUDA: a step of 16 members (2 layers with MLP, D 16, T 128, B 32, L = 2) captured in a CUDA graph, fresh
+batches and the optimiser included. Ways to run it are rows, each in a process of its own: all compile at the
+same time, then each is timed while the others wait.
 
     python benchmarks/bench_training.py                    # writes benchmarks/results/training_cpu.json
     python benchmarks/bench_training.py --device cuda      # writes benchmarks/results/training_cuda.json
@@ -24,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from _turns import Part, report, take_turns, wait_for_turn
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
@@ -107,51 +109,85 @@ def on_cpu(repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def on_cuda(repeats: int) -> list[dict[str, Any]]:
-    """Rows for L and for the ways to run the step; the first one is the one that is aimed at."""
+# L, scan backend, torch.compile, CUDA graph; the first ones are what is aimed at.
+CUDA_ROWS = (
+    (2, "auto", True, True),
+    (2, "auto", False, True),
+    (2, "auto", False, False),
+    (2, "chunked", False, True),
+    (0, "auto", True, True),
+    (0, "auto", False, True),
+)
+
+
+def cuda_row(number: int, repeats: int, profile: Path | None) -> None:
+    """One of CUDA_ROWS, in a process of its own."""
     task = tasks.get("xor", length=128)
-    members, batch, block, rows = 16, 32, 160, []
-    must, aim = TARGETS["cuda"]  # type: ignore[misc]
-    for n_refine, backend, compiled, graph in (
-        (2, "auto", False, True),
-        (2, "auto", True, True),
-        (2, "auto", False, False),
-        (2, "chunked", False, True),
-        (0, "auto", False, True),
-        (0, "auto", True, True),
-    ):
-        config = PrismConfig(
-            vocab_size=task.vocab_size, d_model=16, n_layers=2, n_refine=n_refine, scan_backend=backend
+    members, batch, block = 16, 32, 160
+    n_refine, backend, compiled, graph = CUDA_ROWS[number]
+    config = PrismConfig(
+        vocab_size=task.vocab_size, d_model=16, n_layers=2, n_refine=n_refine, scan_backend=backend
+    )
+    settings = TrainSettings(steps=block * (repeats + 2), batch_size=batch)
+    row: dict[str, Any] = {"L": n_refine, "members": members, "compile": compiled, "cuda_graph": graph}
+
+    def steps(trainer: Trainer) -> float:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(block):
+            trainer.step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) / block
+
+    try:
+        trainer = Trainer(
+            config, task, settings, list(range(members)), "cuda", compile=compiled, cuda_graph=graph
         )
-        settings = TrainSettings(steps=block * (repeats + 1), batch_size=batch)
-        row: dict[str, Any] = {"L": n_refine, "members": members, "compile": compiled, "cuda_graph": graph}
-        try:
-            trainer = Trainer(
-                config, task, settings, list(range(members)), "cuda", compile=compiled, cuda_graph=graph
-            )
-            row["scan_backend"] = trainer.ensemble.scan_backend
-            times = []
-            for _ in range(repeats + 1):
-                torch.cuda.synchronize()
-                started = time.perf_counter()
-                for _ in range(block):
+        row["scan_backend"] = trainer.ensemble.scan_backend
+        steps(trainer)  # compiles and captures
+        wait_for_turn()
+        times = [steps(trainer) for _ in range(repeats)]
+        median = statistics.median(times)
+        speed = members * batch * task.length / median
+        row |= {"ms": round(1e3 * median, 4), "tokens_per_second": round(speed)}
+        row["ms_range"] = [round(1e3 * t, 4) for t in (min(times), max(times))]
+        row["alive"] = int(trainer.optimiser.alive.sum())
+        if profile is not None:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+                for _ in range(32):  # a block of batches, its generation included
                     trainer.step()
                 torch.cuda.synchronize()
-                times.append((time.perf_counter() - started) / block)
-            median = statistics.median(times[1:])  # the first block compiles and captures
-            speed = members * batch * task.length / median
-            row |= {"ms": round(1e3 * median, 4), "tokens_per_second": round(speed), "must": must, "aim": aim}
-            row["ms_range"] = [round(1e3 * t, 4) for t in (min(times[1:]), max(times[1:]))]
-            row["alive"] = int(trainer.optimiser.alive.sum())
-            print(
-                f"L = {n_refine}, {row['scan_backend']}, compile {compiled}, graph {graph}: "
-                f"{1e3 * median:.3f} ms a step, {speed / 1e6:.1f} M tokens/s ({_verdict(speed, must, aim)})",
-                flush=True,
-            )
-        except Exception as error:  # one way that fails must not hide the others
-            row["error"] = f"{type(error).__name__}: {error}"[:2000]
-            print(f"L = {n_refine}, {backend}, compile {compiled}, graph {graph}: {row['error']}", flush=True)
-        rows.append(row)
+            averages = found.key_averages()
+            averages = sorted(averages, key=lambda event: -event.self_device_time_total)
+            lines = [
+                f"{event.self_device_time_total / 32:9.1f} us {event.count / 32:7.1f} x  {event.key[:160]}"
+                for event in averages
+            ]
+            profile.with_name(f"{profile.name}{number}.txt").write_text("\n".join(lines) + "\n")
+    except Exception as error:  # one way that fails must not hide the others
+        row["error"] = f"{type(error).__name__}: {error}"[:2000]
+    report(row)
+
+
+def on_cuda(repeats: int, only: list[int], gate: Path | None, profile: Path | None) -> list[dict[str, Any]]:
+    """Rows for L and for the ways to run the step."""
+    must, aim = TARGETS["cuda"]  # type: ignore[misc]
+    command = [sys.executable, __file__, "--repeats", str(repeats)]
+    if profile is not None:
+        command += ["--profile", str(profile)]
+    parts = [Part(f"row {number}", [*command, "--row", str(number)]) for number in only]
+    rows = take_turns(parts, 300, 60, gate)
+    for row in rows:
+        name = (
+            f"L = {row['L']}, {row.get('scan_backend')}, compile {row['compile']}, graph {row['cuda_graph']}"
+        )
+        if "error" in row:
+            print(f"{name}: {row['error']}")
+            continue
+        row |= {"must": must, "aim": aim}
+        speed = row["tokens_per_second"]
+        verdict = _verdict(speed, must, aim)
+        print(f"{name}: {row['ms']:.3f} ms a step, {speed / 1e6:.1f} M tokens/s ({verdict})", flush=True)
     return rows
 
 
@@ -167,10 +203,21 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, help="default: 30 steps on a CPU, 5 blocks of 160 steps on a GPU"
     )
+    parser.add_argument("--rows", type=int, nargs="+", default=list(range(len(CUDA_ROWS))))
+    parser.add_argument("--profile", type=Path, help="on a GPU: where to write the kernels' times of a step")
+    parser.add_argument("--wait-for", type=Path, help="on a GPU: time nothing before this file exists")
+    parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    rows = on_cpu(given.repeats or 30) if given.device == "cpu" else on_cuda(given.repeats or 5)
+    repeats = given.repeats or (30 if given.device == "cpu" else 5)
+    if given.row is not None:
+        cuda_row(given.row, repeats, given.profile)
+        return
+    if given.device == "cpu":
+        rows = on_cpu(repeats)
+    else:
+        rows = on_cuda(repeats, given.rows, given.wait_for, given.profile)
     out = given.out or HERE / "results" / f"training_{given.device}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"rows": rows, "environment": environment(given.device)}, indent=1) + "\n")

@@ -1,0 +1,79 @@
+"""Benchmarks whose parts run in processes of their own: all get ready at the same time, then each is timed
+while the others wait.
+
+A part prints READY once everything is compiled, waits for a line on stdin, and prints each of its results
+as a line `ROW {json}`; what else it prints is passed on.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+
+def wait_for_turn() -> None:
+    print("READY", flush=True)
+    sys.stdin.readline()
+
+
+def report(row: dict[str, Any]) -> None:
+    print("ROW " + json.dumps(row), flush=True)
+
+
+class Part:
+    """A part's process and the lines that it has printed."""
+
+    def __init__(self, name: str, command: list[str], env: dict[str, str] | None = None) -> None:
+        self.name = name
+        self.lines: list[str] = []
+        self.ready, self.done = threading.Event(), threading.Event()
+        self.process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line == "READY\n":
+                self.ready.set()
+            elif line.startswith("ROW "):
+                self.lines.append(line[4:])
+            else:
+                print(f"{self.name}: {line}", end="", flush=True)
+        self.process.wait()
+        self.done.set()
+        self.ready.set()
+
+    def rows(self, seconds: float) -> list[dict[str, Any]]:
+        """Its results, once it has had its turn; those printed so far if it takes longer, or none."""
+        assert self.process.stdin is not None
+        if self.ready.is_set() and not self.done.is_set():
+            print("go", file=self.process.stdin, flush=True)
+            self.done.wait(seconds)
+        if not self.done.is_set():
+            print(f"{self.name} was stopped", flush=True)
+            self.process.kill()
+        elif self.process.returncode:
+            print(f"{self.name} ended with exit code {self.process.returncode}", flush=True)
+        return [json.loads(line) for line in self.lines]
+
+
+def take_turns(parts: list[Part], seconds: float, turn: float, gate: Path | None) -> list[dict[str, Any]]:
+    """Results of all parts in order.
+
+    seconds: how long parts may take to get ready; turn: to be timed; gate: a file before which nothing is
+    timed.
+    """
+    began = time.perf_counter()
+    for part in parts:
+        part.ready.wait(max(0.0, seconds - (time.perf_counter() - began)))
+        print(f"{part.name}: {time.perf_counter() - began:.0f} s until ready", flush=True)
+    while gate is not None and not gate.exists() and time.perf_counter() - began < seconds:
+        time.sleep(0.05)
+    return [row for part in parts for row in part.rows(turn)]
