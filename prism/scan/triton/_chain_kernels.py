@@ -39,7 +39,7 @@ def activate(z, PHI: tl.constexpr):
 
 
 @triton.jit
-def _rows(rows, HV, R: tl.constexpr):
+def _rows(rows, HV: tl.constexpr, R: tl.constexpr):
     """Row numbers [R, 1] of this program, their tokens and heads, and which of them exist."""
     row = tl.program_id(0) * R + tl.arange(0, R)[:, None]
     return row.to(tl.int64), (row // HV).to(tl.int64), (row % HV).to(tl.int64), row < rows
@@ -47,8 +47,10 @@ def _rows(rows, HV, R: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def chain_kernel(
-    r, gain, gate, write_v, rows, HV, r_token, r_head, gain_token, gain_head, gain_step,
-    V: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BV: tl.constexpr,
+    r, gain, gate, write_v, rows,
+    HV: tl.constexpr, L: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BV: tl.constexpr,
+    r_token: tl.constexpr, r_head: tl.constexpr,
+    gain_token: tl.constexpr, gain_head: tl.constexpr, gain_step: tl.constexpr,
     PHI: tl.constexpr, SUBTRACT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """write_v [rows, L, V] from r^1 [token, head, V], gain [token, head, L, V] and gate [rows, L]. R rows."""
@@ -71,9 +73,10 @@ def chain_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def chain_grad_kernel(
-    d_write_v, r, gain, gate, d_r, d_gain, d_gate,
-    rows, HV, r_token, r_head, gain_token, gain_head, gain_step,
-    V: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BV: tl.constexpr,
+    d_write_v, r, gain, gate, d_r, d_gain, d_gate, rows,
+    HV: tl.constexpr, L: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BV: tl.constexpr,
+    r_token: tl.constexpr, r_head: tl.constexpr,
+    gain_token: tl.constexpr, gain_head: tl.constexpr, gain_step: tl.constexpr,
     PHI: tl.constexpr, SUBTRACT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """d_r [rows, V], d_gain [rows, L, V] and d_gate [rows, L]. R rows."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from prism.scan.triton._chain_kernels import chain_grad_kernel, chain_kernel
+from prism.scan.triton._launch import launch
 from prism.scan.triton._operator import _plain
 
 ACTIVATIONS = ("gelu", "silu", "tanh", "identity")
@@ -77,29 +78,29 @@ def _dtype(r: Tensor, gain: Tensor | None, gate: Tensor) -> torch.dtype:
 
 
 def _launch(
-    kernel: Any, tensors: Sequence[Tensor | None], r: Tensor, gain: Tensor | None, *options: Any
-) -> None:
-    """`tensors` lead the kernel's arguments. The last option is L."""
-    *flags, L = options
+    kernel: Any, leading: tuple[Tensor, ...], r: Tensor, gain: Tensor | None, gate: Tensor,
+    results: tuple[Tensor, ...], activation: str, subtract: bool,
+) -> None:  # fmt: skip
     B, T, HV, V = r.shape
     rows, BV = B * T * HV, triton.next_power_of_2(V)
     R = max(1, ELEMENTS // BV)
-    steps = (0, 0, 0) if gain is None else (gain.stride(1), gain.stride(2), gain.stride(3))
-    grid = (triton.cdiv(rows, R),)
-    call = kernel[grid]
-    arguments = (*tensors, rows, HV, r.stride(1), r.stride(2), *steps, V, L, R, BV, *flags, gain is not None)
-    if r.is_cuda and r.device.index != torch.cuda.current_device():
-        with torch.cuda.device(r.device):
-            call(*arguments, num_warps=4)
-    else:
-        call(*arguments, num_warps=4)
+    p = r.unsqueeze(3) if gain is None else gain
+    constants = {
+        "HV": HV, "L": gate.shape[-1], "V": V, "R": R, "BV": BV,
+        "r_token": r.stride(1), "r_head": r.stride(2),
+        "gain_token": p.stride(1), "gain_head": p.stride(2), "gain_step": p.stride(3),
+        "PHI": activation, "SUBTRACT": subtract, "GAIN": gain is not None,
+    }  # fmt: skip
+    tensors = (*leading, r, p, gate, *results)
+    key = (*(x.dtype for x in tensors), *constants.values())
+    launch(kernel, (triton.cdiv(rows, R), 1), key, (*tensors, rows), constants, {"num_warps": 4})
 
 
 def _run(r: Tensor, gain: Tensor | None, gate: Tensor, activation: str, subtract: bool) -> Tensor:
     r, gate = _spread(r), gate.contiguous()
     gain = None if gain is None else _spread(gain)
     write_v = r.new_empty(*gate.shape, r.shape[-1], dtype=_dtype(r, gain, gate))
-    _launch(chain_kernel, (r, gain, gate, write_v), r, gain, activation, subtract, gate.shape[-1])
+    _launch(chain_kernel, (), r, gain, gate, (write_v,), activation, subtract)
     return write_v
 
 
@@ -109,9 +110,9 @@ def _run_backward(
     r, gate = _spread(r), gate.contiguous()
     gain = None if gain is None else _spread(gain)
     grads = [x.new_empty(x.shape) for x in (r, gain, gate) if x is not None]
-    outputs = (grads[0], None if gain is None else grads[1], grads[-1])
-    tensors = (d_write_v.contiguous(), r, gain, gate, *outputs)
-    _launch(chain_grad_kernel, tensors, r, gain, activation, subtract, gate.shape[-1])
+    d_gain = grads[0] if gain is None else grads[1]
+    results = (grads[0], d_gain, grads[-1])
+    _launch(chain_grad_kernel, (d_write_v.contiguous(),), r, gain, gate, results, activation, subtract)
     return grads
 
 

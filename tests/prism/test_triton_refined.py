@@ -1,0 +1,329 @@
+"""The refinement chain in kernels, against `prism.refinement` (and the recurrence) in float64.
+
+The interpreter runs small shapes in float32; a GPU takes half precision too. Inputs are rounded to the dtype
+under test before the reference sees them, and new memory is filled with NaN.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from prism import PrismConfig
+from prism.refinement import Refinement
+from prism.scan.recurrent import recurrent
+
+pytest.importorskip("triton")
+from prism.scan.triton import chunkwise, refined
+from prism.scan.triton.chain import MAX_STEPS, chain
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:gain='one' with activation='identity':UserWarning"),
+]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PLACES = [
+    pytest.param("cpu", torch.float32, marks=pytest.mark.interpreter),
+    pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.float16, marks=pytest.mark.gpu),
+]
+ALONE = pytest.param("cpu", torch.float32, marks=pytest.mark.interpreter)
+# Largest |x - reference| / |reference| of an output and of a gradient.
+CHAIN_BOUNDS = {torch.float32: (1e-6, 2e-6), torch.float16: (5e-4, 1e-3), torch.bfloat16: (4e-3, 6e-3)}
+BOUNDS = {torch.float32: (1e-5, 1e-4), torch.float16: (2e-3, 4e-3), torch.bfloat16: (1.5e-2, 2e-2)}
+Inputs = dict[str, Tensor | None]
+
+
+@pytest.fixture(autouse=True)
+def _right_place(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    if request.node.get_closest_marker("interpreter") and not INTERPRETED:
+        pytest.skip("TRITON_INTERPRET=1 is not set")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make(B: int, T: int, HV: int, V: int, L: int, gain: bool = True, seed: int = 0) -> Inputs:
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    return {
+        "r": 2 * normal(B, T, HV, V),
+        "gain": normal(B, T, HV, L, V) if gain else None,
+        "gate": normal(B, T, HV, L).sigmoid(),
+    }
+
+
+def cast(x: dict[str, Tensor | None], dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor | None]:
+    """Leaves in dtype that require gradients."""
+    return {
+        n: None if a is None else a.detach().to(device, dtype).clone().requires_grad_() for n, a in x.items()
+    }
+
+
+def definition(r: Tensor, gain: Tensor | None, gate: Tensor, activation: str, subtract: bool) -> Tensor:
+    """write_v by `Refinement.forward`, whose projections are given."""
+    HV, L = gate.shape[2:]
+    V = r.shape[-1]
+    config = PrismConfig(
+        vocab_size=2, d_model=HV * V, n_heads=HV, head_dim=V, n_refine=L, activation=activation,
+        gain="one" if gain is None else "learned", residual="subtract" if subtract else "keep",
+        residual_start="value",
+    )  # fmt: skip
+    refinement = Refinement(config)
+    refinement.project = lambda u, k: (r.new_zeros(*gate.shape, V), gain, gate)  # type: ignore[method-assign]
+    return refinement(torch.zeros_like(r), r, None).write_v
+
+
+def relative(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    """|x - reference| / |reference|; absolute where the reference is zero (a residual that is used up)."""
+    wide = {n: (found[n].detach().cpu().double(), r.detach()) for n, r in reference.items()}
+    return {n: float((f - r).norm() / (r.norm() if r.norm() > 1e-9 else 1.0)) for n, (f, r) in wide.items()}
+
+
+def check(found: dict[str, float], bounds: tuple[float, float], outputs: tuple[str, ...]) -> None:
+    wrong = {n: e for n, e in found.items() if not e <= bounds[n not in outputs]}
+    assert not wrong, f"{wrong} beside {found}"
+
+
+def chain_errors(
+    x: Inputs, dtype: torch.dtype, device: str, activation: str, subtract: bool
+) -> dict[str, float]:
+    rounded = cast(x, dtype)
+    exact, given = cast(rounded, torch.float64), cast(rounded, dtype, device)
+    wrt = [n for n, a in x.items() if a is not None]
+    w = definition(*exact.values(), activation, subtract)
+    up = torch.randn(w.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(dtype)
+    grads = torch.autograd.grad(w, [exact[n] for n in wrt], up.double(), allow_unused=True)
+    reference = {
+        "write_v": w,
+        **{n: torch.zeros_like(x[n]) if g is None else g for n, g in zip(wrt, grads, strict=True)},
+    }
+    w = chain(*given.values(), activation, subtract)
+    assert w.dtype == dtype
+    grads = torch.autograd.grad(w, [given[n] for n in wrt], up.to(device))
+    found = {"write_v": w, **dict(zip(wrt, grads, strict=True))}
+    return relative(found, reference)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("subtract", [True, False])
+@pytest.mark.parametrize("gain", [True, False])
+@pytest.mark.parametrize("activation", ["gelu", "silu", "tanh", "identity"])
+def test_chain_of_every_kind(activation, gain, subtract, device, dtype):
+    found = chain_errors(make(2, 5, 3, 20, 3, gain), dtype, device, activation, subtract)
+    check(found, CHAIN_BOUNDS[dtype], ("write_v",))
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1, 1), (2, 3, 2, 16, MAX_STEPS), (1, 9, 3, 64, 2), (1, 3, 1, 200, 4)]
+)
+def test_chain_of_every_shape(shape, device, dtype):
+    check(chain_errors(make(*shape), dtype, device, "gelu", True), CHAIN_BOUNDS[dtype], ("write_v",))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+@pytest.mark.parametrize(("device", "dtype"), [ALONE])
+def test_chain_at_large_arguments(device, dtype):
+    """Nothing overflows where an activation is flat: the exponentials inside meet |z| up to 1e4."""
+    z = torch.cat([torch.linspace(-1e4, 1e4, 101), torch.linspace(-8, 8, 99)]).double()
+    x = {"r": z.reshape(1, 1, 1, -1), "gain": None, "gate": torch.ones(1, 1, 1, 1).double()}
+    for activation in ("gelu", "silu", "tanh"):
+        check(chain_errors(x, dtype, device, activation, True), CHAIN_BOUNDS[dtype], ("write_v",))
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
+def test_chain_reads_views(device, dtype):
+    """r and the gains as they come out of the split projections, and out of the low-rank ones."""
+    rows = torch.randn(2, 5, 3 * 2 * 8 + 7, device=device, dtype=dtype)
+    gain = rows[..., 7:].unflatten(-1, (3, 2, 8))
+    low = torch.randn(2, 5, 2, 3, 8, device=device, dtype=dtype).transpose(2, 3)
+    r = torch.randn(2, 5, 3 * 8 + 5, device=device, dtype=dtype)[..., 5:].unflatten(-1, (3, 8))
+    gate = torch.rand(2, 5, 3, 2, device=device, dtype=dtype)
+    upstream = torch.randn_like(gain)
+    for p in (gain, low):
+        given = [a.detach().requires_grad_() for a in (r, p, gate)]
+        dense = [a.detach().contiguous().requires_grad_() for a in (r, p, gate)]
+        w, expected = chain(*given), chain(*dense)
+        assert torch.equal(w, expected)
+        grads = zip(
+            torch.autograd.grad(w, given, upstream),
+            torch.autograd.grad(expected, dense, upstream),
+            strict=True,
+        )
+        assert all(torch.equal(a, b) for a, b in grads)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
+@pytest.mark.parametrize("dims", [(0, 0, 0), (1, None, 2), (None, 0, None)])
+def test_chain_under_vmap(dims, device, dtype):
+    """Members fold into the batch: vmap and one backward pass equal a loop, and vmap of grad does too."""
+    E, x = 3, make(2, 5, 3, 8, 2)
+    members = [make(2, 5, 3, 8, 2, seed=e) for e in range(E)]
+    given = {}
+    for (n, a), dim in zip(x.items(), dims, strict=True):
+        given[n] = a if dim is None else torch.stack([m[n] for m in members], dim)
+    leaves = [a.detach().to(device, dtype).requires_grad_() for a in given.values()]
+
+    def member(e: int) -> Tensor:
+        return chain(*(a if d is None else a.select(d, e) for a, d in zip(leaves, dims, strict=True)))
+
+    found = torch.func.vmap(chain, in_dims=dims)(*leaves)
+    expected = torch.stack([member(e) for e in range(E)])
+    assert torch.equal(found, expected)
+    upstream = torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad(found, leaves, upstream),
+        torch.autograd.grad(expected, leaves, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+    by_member = torch.func.vmap(
+        torch.func.grad(lambda r, p, b, u: (chain(r, p, b) * u).sum()), in_dims=(*dims, 0)
+    )
+    first = by_member(*(a.detach() for a in leaves), upstream)
+    rows = torch.autograd.grad(torch.func.vmap(chain, in_dims=dims)(*leaves), leaves[0], upstream)[0]
+    torch.testing.assert_close(first.sum(0) if dims[0] is None else first.movedim(0, dims[0]), rows)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
+def test_chain_under_compile(device, dtype):
+    leaves = list(cast(make(2, 5, 3, 8, 2), dtype, device).values())
+    compiled = torch.compile(lambda r, p, b: chain(r, p, b).square(), backend="aot_eager", fullgraph=True)
+    found, expected = compiled(*leaves), chain(*leaves).square()
+    assert torch.equal(found, expected)
+    upstream = torch.randn_like(found)
+    for a, b in zip(
+        torch.autograd.grad(found, leaves, upstream),
+        torch.autograd.grad(expected, leaves, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [ALONE])
+def test_chain_of_mixed_dtypes(device, dtype):
+    """As under autocast: each gradient has its tensor's dtype, the writes the one PyTorch promotes to."""
+    x = cast(make(1, 4, 2, 8, 2), dtype)
+    x["gain"] = x["gain"].detach().to(torch.float16).requires_grad_()
+    w = chain(*x.values())
+    assert w.dtype == torch.float32
+    assert [g.dtype for g in torch.autograd.grad(w.sum(), list(x.values()))] == [dtype, torch.float16, dtype]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation": "relu"}, "activation: expected one of gelu, silu, tanh, identity, came 'relu'"),
+        (
+            {"gate": torch.rand(1, 4, 2, 9)},
+            r"gate: expected \[B, T, HV, L\] = \[1, 4, 2, 1 to 8\], came \[1, 4, 2, 9\]",
+        ),
+        (
+            {"gain": torch.rand(1, 4, 2, 8)},
+            r"gain: expected \[B, T, HV, L, V\] = \[1, 4, 2, 2, 8\], came \[1, 4, 2, 8\]",
+        ),
+        ({"r": torch.rand(1, 4, 2, 8).double()}, "r: expected float32, bfloat16 or float16, came float64"),
+    ],
+)
+def test_chain_refuses(change, message):
+    given = {"r": torch.rand(1, 4, 2, 8), "gain": torch.rand(1, 4, 2, 2, 8), "gate": torch.rand(1, 4, 2, 2)}
+    with pytest.raises(ValueError, match=message):
+        chain(**{**given, **change})
+
+
+SCAN = ("q", "k", "v", "log_decay", "beta", "write_k")
+
+
+def scan_inputs(B: int, T: int, H: int, HV: int, K: int, V: int, L: int, N: int, seed: int = 0) -> Inputs:
+    g = torch.Generator().manual_seed(seed + 100)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    unit = torch.nn.functional.normalize
+    return {
+        "q": normal(B, T, H, K), "k": unit(normal(B, T, H, K), dim=-1), "v": normal(B, T, HV, V),
+        "log_decay": -normal(B, T, HV).abs(), "beta": 2 * normal(B, T, HV).sigmoid(),
+        "write_k": unit(normal(B, T, HV, L, K), dim=-1), "initial_state": normal(N, HV, K, V),
+    }  # fmt: skip
+
+
+def refined_errors(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, *, offsets: list[int] | None = None,
+    activation: str = "gelu", gain: bool = True, subtract: bool = True, chunk: int | None = None,
+) -> dict[str, float]:  # fmt: skip
+    B, T, _, HV, K, V, L = shape
+    x = scan_inputs(*shape, N=B if offsets is None else len(offsets) - 1) | make(B, T, HV, V, L, gain)
+    wide = {n: torch.float32 if n in ("log_decay", "beta", "initial_state") else dtype for n in x}
+    rounded = {n: None if a is None else a.to(wide[n]) for n, a in x.items()}
+    exact = cast(rounded, torch.float64)
+    scale, cu = K**-0.5, None if offsets is None else torch.tensor(offsets)
+    g = torch.Generator().manual_seed(99)
+    do = torch.randn(x["v"].shape, generator=g, dtype=torch.float64).to(dtype)
+    dstate = torch.randn(x["initial_state"].shape, generator=g)
+
+    write_v = definition(exact["r"], exact["gain"], exact["gate"], activation, subtract)
+    o, state = recurrent(*(exact[n] for n in SCAN), write_v, scale, exact["initial_state"], cu)
+    wrt = [n for n, a in x.items() if a is not None]
+    grads = torch.autograd.grad((o * do).sum() + (state * dstate).sum(), [exact[n] for n in wrt])
+    reference = {"o": o, "state": state, **dict(zip(wrt, grads, strict=True))}
+
+    on = {n: None if a is None else a.to(device) for n, a in rounded.items()}
+    cu = None if cu is None else cu.to(device)
+    tuned = None
+    if chunk is not None:
+        tuned = chunkwise.tuning(dtype, K, V, 1000, True)._replace(chunk=chunk)
+    saved = chunkwise.allocate(on["q"], on["v"], on["write_k"], cu, tuned=tuned)
+    inputs = (*(on[n] for n in SCAN), on["r"], on["gain"], on["gate"], activation, subtract, scale)
+    rest = (on["initial_state"], cu, saved)
+    o, state = refined.forward(*inputs, *rest, tuned=tuned)
+    grads = refined.backward(do.to(device), dstate.to(device), *inputs, *rest, tuned=tuned)
+    names = (*SCAN, "r", "gain", "gate", "initial_state")
+    return relative({"o": o, "state": state, **dict(zip(names, grads, strict=True))}, reference)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("shape", "chunk"),
+    [((2, 33, 1, 2, 5, 3, 1), 16), ((1, 40, 2, 2, 24, 40, 3), 32), ((1, 17, 1, 1, 16, 64, 2), 16)],
+)
+def test_interpreted_refined_scan(shape, chunk):
+    check(refined_errors(shape, torch.float32, "cpu", chunk=chunk), BOUNDS[torch.float32], ("o", "state"))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("subtract", [True, False])
+@pytest.mark.parametrize("gain", [True, False])
+@pytest.mark.parametrize("activation", ["gelu", "silu", "tanh"])
+def test_interpreted_refined_scan_of_every_kind(activation, gain, subtract):
+    options = {"activation": activation, "gain": gain, "subtract": subtract, "chunk": 16}
+    found = refined_errors((1, 18, 1, 1, 8, 8, 2), torch.float32, "cpu", **options)
+    check(found, BOUNDS[torch.float32], ("o", "state"))
+
+
+@pytest.mark.interpreter
+def test_interpreted_refined_scan_of_packed_sequences():
+    offsets = [0, 0, 5, 38, 38, 39]
+    found = refined_errors((1, 39, 1, 2, 16, 16, 2), torch.float32, "cpu", offsets=offsets, chunk=16)
+    check(found, BOUNDS[torch.float32], ("o", "state"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("L", [1, 2, 4])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+def test_refined_scan_in_half_precision(K, V, L, dtype):
+    found = refined_errors((2, 130, 1, 2, K, V, L), dtype, "cuda")
+    check(found, BOUNDS[dtype], ("o", "state"))
