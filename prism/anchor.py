@@ -31,6 +31,12 @@ def causal_conv(
     return y, padded[:, T:]
 
 
+def tail_of(x: Float[Tensor, "B T C"], taps: int) -> Float[Tensor, "B W1 C"]:
+    """What `causal_conv` returns as the tail where x starts a sequence."""
+    missing = taps - 1 - x.shape[1]
+    return F.pad(x, (0, 0, missing, 0)) if missing > 0 else x[:, -missing:]
+
+
 class Anchor(nn.Module):
     """u_t in value space R^{HV V}, from the tokens up to t.
 
@@ -54,12 +60,20 @@ class Anchor(nn.Module):
             parameter.copy_(init.linear(name, tuple(parameter.shape)))
 
     def forward(
-        self, x: Float[Tensor, "B T d"], tail: Float[Tensor, "B W1 d"] | None = None
+        self, x: Float[Tensor, "B T d"], tail: Float[Tensor, "B W1 d"] | None = None, fused: bool = False
     ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "B W1 d"] | None]:
-        """Returns u and the convolution's tail (None without a convolution)."""
-        u, tail = causal_conv(x, self.conv, tail) if self.conv is not None else (x, None)
-        if self.kind != "none":
-            u = F.silu(u)
+        """Returns u and the convolution's tail (None without a convolution).
+
+        `fused`: convolution and SiLU in one kernel, where x starts a sequence.
+        """
+        if fused and self.conv is not None and tail is None:
+            from prism.scan.triton.short_conv import short_conv
+
+            (u,) = short_conv(x, self.conv, (1,), (x.shape[-1],), (False,))
+            u, tail = u.squeeze(2), tail_of(x, self.conv.shape[1])
+        else:
+            u, tail = causal_conv(x, self.conv, tail) if self.conv is not None else (x, None)
+            u = u if self.kind == "none" else F.silu(u)
         if self.proj is not None:
             u = F.linear(u, self.proj)
         return u.unflatten(-1, (self.heads, -1)), tail

@@ -34,9 +34,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from prism._fused import HALF, aligned_linear, working_dtype
 from prism._hookpoints import HookPoints, Pinned, on_gradient, on_gradients
 from prism._init import Initializer, exempt_from_weight_decay
-from prism.anchor import Anchor, causal_conv
+from prism.anchor import Anchor, causal_conv, tail_of
 from prism.config import PrismConfig
 from prism.refinement import Factors, Pins, Refined, Refinement, l2_norm, squash, true_read
 from prism.scan import prism_scan, resolve_backend
@@ -203,11 +204,15 @@ class PrismMixer(nn.Module):
             if list(before.state.shape) != shape:
                 came = list(before.state.shape)
                 raise ValueError(f"cache: expected a state of shape [B, HV, K, V] = {shape}, came {came}")
+        fused = self._fuses(x)
+        if fused:
+            x = x.to(working_dtype(x))
         u, anchor_tail = None, None
         if self.anchor is not None:
-            u, anchor_tail = self.anchor(x, before.anchor if before else None)
+            u, anchor_tail = self.anchor(x, before.anchor if before else None, fused)
         source = u.flatten(-2) if config.source == "anchor" and u is not None else x
-        q, k, v, gate, beta, log_decay, conv_tail = self._project(source, before.conv if before else None)
+        tail = before.conv if before else None
+        q, k, v, gate, beta, log_decay, conv_tail = self._project(source, tail, fused)
         if points.active:
             q, v, log_decay = points.fire("q", q), points.fire("v", v), points.fire("log_decay", log_decay)
             k = points.fire("k", k) if k is not None else None
@@ -215,7 +220,7 @@ class PrismMixer(nn.Module):
         state = before.state if before else None
         refined = None
         if self.refine is not None:
-            refined = self._refine(u, k, v, log_decay, beta, state)
+            refined = self._refine(u, k, v, log_decay, beta, state, fused)
         scan_k, scan_v, scan_beta, write_k, write_v = self._assemble(k, v, beta, refined)
         if points.active and config.erase == "step":
             scan_k = points.fire("k", scan_k) if k is None else scan_k
@@ -234,27 +239,52 @@ class PrismMixer(nn.Module):
         assert state is not None
         return y, PrismCache(state, *(None if t is None else t.clone() for t in (conv_tail, anchor_tail)))
 
-    def _project(self, source: Tensor, conv_tail: Tensor | None) -> tuple[Any, ...]:
+    def _fuses(self, x: Tensor) -> bool:
+        """Whether kernels stand in for formulas: in half precision, where the scan is a kernel too."""
+        return x.is_cuda and working_dtype(x) in HALF and self.backend(x) == "triton"
+
+    def _project(self, source: Tensor, conv_tail: Tensor | None, fused: bool = False) -> tuple[Any, ...]:
         """q, k (None if unused), v, gate (None), beta (None), log_decay, and the tail of the convolution."""
         config = self.config
         qkv_rows = self.rows["q"] + self.rows["k"] + self.rows["v"]
-        sizes = [qkv_rows, self.rows["gate"], self.rows["beta"], self.rows["decay"]]
-        qkv, gate, beta, decay = F.linear(source, self.in_proj).split(sizes, -1)
-        tail = None
-        if self.conv is not None:
-            qkv, tail = causal_conv(qkv, self.conv, conv_tail)
-        if config.qkv_activation == "silu":
-            qkv = F.silu(qkv)
-        qk, v = qkv.split([qkv_rows - self.rows["v"], self.rows["v"]], -1)
-        qk, v = qk.unflatten(-1, (-1, config.key_dim)), v.unflatten(-1, (config.value_heads, -1))
-        if config.qk_norm:
-            qk = l2_norm(qk)
-        q, k = qk.split(config.n_heads, 2) if self.rows["k"] else (qk, None)
+        sizes = [self.rows["gate"], self.rows["beta"], self.rows["decay"]]
+        if fused:
+            # Two products: the gradient of each is then one tensor, which no copy has to put together.
+            qkv = F.linear(source, self.in_proj[:qkv_rows])
+            rest = aligned_linear(source, self.in_proj[qkv_rows:])
+        else:
+            qkv, rest = F.linear(source, self.in_proj).split([qkv_rows, sum(sizes)], -1)
+        gate, beta, decay = rest.split(sizes, -1)
+        if fused and self.conv is not None and conv_tail is None:
+            q, k, v, tail = self._convolve(qkv)
+        else:
+            tail = None
+            if self.conv is not None:
+                qkv, tail = causal_conv(qkv, self.conv, conv_tail)
+            if config.qkv_activation == "silu":
+                qkv = F.silu(qkv)
+            qk, v = qkv.split([qkv_rows - self.rows["v"], self.rows["v"]], -1)
+            qk, v = qk.unflatten(-1, (-1, config.key_dim)), v.unflatten(-1, (config.value_heads, -1))
+            if config.qk_norm:
+                qk = l2_norm(qk)
+            q, k = qk.split(config.n_heads, 2) if self.rows["k"] else (qk, None)
         beta = (
             squash(beta, "sigmoid" if config.erase == "none" else config.erase) if self.rows["beta"] else None
         )
         gate = gate if self.rows["gate"] else None
         return q, k, v, gate, beta, self._log_decay(decay, source), tail
+
+    def _convolve(self, qkv: Float[Tensor, "B T C"]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """q, k (None if unused), v and the tail at the start of a sequence, all in one kernel a tensor."""
+        from prism.scan.triton.short_conv import short_conv
+
+        assert self.conv is not None
+        config, H, HV = self.config, self.config.n_heads, self.config.value_heads
+        keys = [config.key_dim] * (2 if self.rows["k"] else 1)
+        widths, unit = [*keys, config.value_dim], [config.qk_norm for _ in keys] + [False]
+        heads, silu = [H for _ in keys] + [HV], config.qkv_activation == "silu"
+        q, *k, v = short_conv(qkv, self.conv, heads, widths, unit, silu)
+        return q, k[0] if k else None, v, tail_of(qkv, self.conv.shape[1])
 
     def _log_decay(self, decay: Tensor, source: Tensor) -> Float[Tensor, "B T HV"]:
         wide = torch.promote_types(source.dtype, torch.float32)
@@ -297,6 +327,7 @@ class PrismMixer(nn.Module):
         log_decay: Tensor,
         beta: Tensor | None,
         state: Tensor | None,
+        fused: bool,
     ) -> Refined:
         """The refinement, with the anchor from the state where it is serial, and with what hooks change in
         it.
@@ -306,6 +337,7 @@ class PrismMixer(nn.Module):
         """
         assert self.refine is not None
         refine, points = self.refine, self.points
+        watched = points.active and points.wants(*CHAIN)
         serial = u is None or (points.active and any(points.of("anchor", "true_read")))
 
         def settle(pins: Pins) -> Refined:
@@ -315,10 +347,10 @@ class PrismMixer(nn.Module):
                     raise ValueError("swap_anchor: expected a mixer with a key of its own, came one without")
                 start = state if state is not None else self._zero_state(v)
                 anchor = true_read(refine, self._assemble, k, v, log_decay, beta, start, pins)
-            return refine(anchor, v, k, pins)
+            return refine(anchor, v, k, pins, fused and not watched)
 
         refined = settle({})
-        if not points.active or not points.wants(*CHAIN):
+        if not watched:
             return refined
         pins: Pins = {}
         for name in CHAIN:
@@ -361,8 +393,7 @@ class PrismMixer(nn.Module):
         output_final_state: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """The scan, in one pass, or in pieces where a hook replaces the state between two tokens."""
-        device, points = q.device.type, self.points
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+        points, dtype = self.points, working_dtype(q)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         if beta.dtype != torch.float32:
             beta = beta.to(dtype)
@@ -414,8 +445,7 @@ class PrismMixer(nn.Module):
 
     def backend(self, x: Float[Tensor, "B T d"]) -> str:
         """The scan backend that a forward pass on x runs."""
-        config, device = self.config, x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        config, dtype = self.config, working_dtype(x)
         q = x.new_empty(1, 1, config.n_heads, config.key_dim, dtype=dtype)
         v = x.new_empty(1, 1, config.value_heads, config.value_dim, dtype=dtype)
         return resolve_backend(q, v, backend=config.scan_backend)

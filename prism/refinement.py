@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from prism._fused import aligned_linear
 from prism._init import Initializer, exempt_from_weight_decay
 from prism.config import PrismConfig
 
@@ -44,7 +45,7 @@ class Refined(NamedTuple):
     gain: Tensor | None
     step_gate: Tensor
     residuals: tuple[Tensor, ...]
-    """r^1 .. r^{L+1} one by one, as the chain used them; likewise the deltas."""
+    """r^1 .. r^{L+1} one by one, as the chain used them; likewise the deltas. Empty where a kernel ran it."""
     deltas: tuple[Tensor, ...]
     write_k: Tensor
     write_v: Tensor
@@ -141,7 +142,7 @@ class Refinement(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """kappa, p (None: constant 1) and b. `k` is read where the refinement keys are the base key."""
         config, HV, L = self.config, self.config.value_heads, self.config.n_refine
-        keys, gains, gates = F.linear(u.flatten(-2), self.proj).split(self.sizes, -1)
+        keys, gains, gates = aligned_linear(u.flatten(-2), self.proj).split(self.sizes, -1)
         if self.n_keys == 0:
             assert k is not None
             kappa = k.repeat_interleave(HV // k.shape[2], 2).unsqueeze(3)
@@ -170,9 +171,10 @@ class Refinement(nn.Module):
         v: Float[Tensor, "B T HV V"],
         k: Float[Tensor, "B T H K"] | None,
         pins: Pins | None = None,
+        fused: bool = False,
     ) -> Refined:
         """The chain. `pins` fixes elements of the named tensors; whatever follows from them is computed
-        from them.
+        from them. `fused`: in one kernel, which keeps neither residuals nor deltas and takes no pins.
         """
         config, L = self.config, self.config.n_refine
         pins = pins or {}
@@ -183,7 +185,13 @@ class Refinement(nn.Module):
         gate = _pin(pins, "step_gate", gate)
         phi = ACTIVATIONS[config.activation]
         anchored = config.residual_start == "value-anchor" and config.anchor != "none"
-        r = _pin_step(pins, "residual", 0, v - u if anchored else v)
+        r = v - u if anchored else v
+        if fused and not pins:
+            from prism.scan.triton.chain import chain
+
+            write_v = chain(r, gain, gate, config.activation, config.residual == "subtract")
+            return Refined(u, gain, gate, (), (), kappa, write_v)
+        r = _pin_step(pins, "residual", 0, r)
         residuals, deltas = [r], []
         for l in range(L):
             delta = phi(r if gain is None else gain[..., l, :] * r)

@@ -1,4 +1,4 @@
-"""Short convolution, activation and L2 norm of heads as one operator: q, k, v and the anchor as they are used.
+"""Short convolution, activation and L2 norm of heads as one operator: q, k, v and the anchor as used.
 
     y_t = sum_j weight[:, W - 1 - j] x_{t-j}      s = silu(y)      n = s / sqrt(|s|^2 + 1e-6)   per head
 
@@ -109,9 +109,10 @@ def _short_conv_backward(
         R, BD = _tile(d)
         constants = {"HEADS": h, "D": d, "W": W, "x_row": x.stride(1), "y_row": C, "w_row": C, "R": R}
         constants |= {"TURNS": TURNS, "BD": BD, "SILU": silu, "UNIT": norm}
-        arguments = (x[..., first:], weight[first:], grad.contiguous(), d_y[..., first:], d_weight[..., first:])
+        given = x[..., first:], weight[first:], grad.contiguous()
+        arguments = (*given, d_y[..., first:], d_weight[..., first:], B * T, T)
         grid = (triton.cdiv(B * T, R * TURNS), h)
-        _launch(short_conv_grad_kernel, grid, (*arguments, B * T, T), constants)
+        _launch(short_conv_grad_kernel, grid, arguments, constants)
         first += h * d
     d_x = x.new_empty(B, T, C)
     R, BC = _tile(min(C, 128))
