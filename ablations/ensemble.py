@@ -130,13 +130,13 @@ def row_groups(members: int, rows: int, tokens: int, width: int, device: torch.d
     On a GPU the gradient of a weight matrix is one program per tile of it, a tile or two at these widths,
     that adds up rows * tokens products one after another: 16 members leave 9 of 10 multiprocessors without
     work (an H200 took 130 us for each such product, of 16 members x 4096 tokens, half of a training step).
-    So groups are as many as give 8 programs to a multiprocessor, while a group keeps 4 * width tokens: its
+    So groups are as many as give 2 programs to a multiprocessor, while a group keeps 4 * width tokens: its
     copy of a matrix [N, width] is then small beside the [tokens, N] that are read to make its gradient, and
     all copies together stay below the activations, whatever the size of the model. On a CPU one sum is best.
     """
     if device.type != "cuda":
         return 1
-    programs = 8 * torch.cuda.get_device_properties(device).multi_processor_count
+    programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     most = min(programs // members, rows * tokens // max(64, 4 * width), rows)
     return next(count for count in range(max(1, most), 0, -1) if rows % count == 0)
 

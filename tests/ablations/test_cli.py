@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import ablations
@@ -149,6 +150,15 @@ def test_verify_names_what_fails_and_exits_with_1(comparisons, code, message, mo
     result = prism("verify")
     assert result.exit_code == code
     assert message in result.output
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_verify_passes_on_a_gpu_and_names_the_kernel():
+    result = prism("verify", "--device", "cuda")
+    assert result.exit_code == 0, result.output
+    assert "0 failed" in result.output
+    assert "backends that ran: recurrent, chunked, triton" in " ".join(result.output.split())
 
 
 def test_tasks_are_listed():

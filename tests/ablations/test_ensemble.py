@@ -122,11 +122,11 @@ def test_groups_fill_a_gpu_and_are_none_elsewhere(monkeypatch):
     gpu = type("Properties", (), {"multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     assert row_groups(16, 32, 128, 16, torch.device("cpu")) == 1
-    assert row_groups(16, 32, 128, 16, device) == 32
-    assert row_groups(256, 32, 128, 16, device) == 4
+    assert row_groups(16, 32, 128, 16, device) == 16
+    assert row_groups(64, 32, 128, 16, device) == 4
     assert row_groups(2000, 32, 128, 16, device) == 1
-    assert row_groups(16, 31, 128, 16, device) == 31
-    assert row_groups(100, 31, 128, 16, device) == 1  # 10 at most, and 31 has no such divisor
+    assert row_groups(8, 31, 128, 16, device) == 31
+    assert row_groups(16, 31, 128, 16, device) == 1  # 16 at most, and 31 has no such divisor but 1
     assert row_groups(16, 32, 128, 256, device) == 4  # 1,024 tokens a group
     assert row_groups(1, 1, 8, 64, device) == 1
 
