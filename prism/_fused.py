@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -16,12 +18,15 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def aligned_linear(x: Float[Tensor, "*batch d"], weight: Float[Tensor, "R d"]) -> Float[Tensor, "*batch R"]:
-    """F.linear, in half precision on a GPU with rows of zeros up to a multiple of eight.
+def split_linear(
+    x: Float[Tensor, "*batch d"], weight: Float[Tensor, "R d"], sizes: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """F.linear(x, weight).split(sizes, -1), in half precision on a GPU with R padded to a multiple of eight.
 
-    Rows of results then start on 16 bytes, without which the matrix units are fed by slower copies.
+    Rows of the product then start on 16 bytes, without which the matrix units are fed by slower copies.
     """
-    rows = weight.shape[0]
-    if not x.is_cuda or working_dtype(x) not in HALF or rows % 8 == 0:
-        return F.linear(x, weight)
-    return F.linear(x, F.pad(weight, (0, 0, 0, -rows % 8)))[..., :rows]
+    missing = -sum(sizes) % 8 if x.is_cuda and working_dtype(x) in HALF else 0
+    if missing:
+        # Split off rather than cut off: the gradient is then put together in one step, zeros included.
+        return F.linear(x, F.pad(weight, (0, 0, 0, missing))).split([*sizes, missing], -1)[:-1]
+    return F.linear(x, weight).split(list(sizes), -1)

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from prism._fused import HALF, aligned_linear, working_dtype
+from prism._fused import HALF, split_linear, working_dtype
 from prism._hookpoints import HookPoints, Pinned, on_gradient, on_gradients
 from prism._init import Initializer, exempt_from_weight_decay
 from prism.anchor import Anchor, causal_conv, tail_of
@@ -251,10 +251,9 @@ class PrismMixer(nn.Module):
         if fused:
             # Two products: the gradient of each is then one tensor, which no copy has to put together.
             qkv = F.linear(source, self.in_proj[:qkv_rows])
-            rest = aligned_linear(source, self.in_proj[qkv_rows:])
+            gate, beta, decay = split_linear(source, self.in_proj[qkv_rows:], sizes)
         else:
-            qkv, rest = F.linear(source, self.in_proj).split([qkv_rows, sum(sizes)], -1)
-        gate, beta, decay = rest.split(sizes, -1)
+            qkv, gate, beta, decay = F.linear(source, self.in_proj).split([qkv_rows, *sizes], -1)
         if fused and self.conv is not None and conv_tail is None:
             q, k, v, tail = self._convolve(qkv)
         else:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from prism._fused import aligned_linear
+from prism._fused import split_linear
 from prism._init import Initializer, exempt_from_weight_decay
 from prism.config import PrismConfig
 
@@ -138,11 +138,18 @@ class Refinement(nn.Module):
             self.gate_bias.fill_(self.config.step_gate_bias)
 
     def project(
-        self, u: Float[Tensor, "B T HV V"], k: Float[Tensor, "B T H K"] | None
+        self, u: Float[Tensor, "B T HV V"], k: Float[Tensor, "B T H K"] | None, fused: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """kappa, p (None: constant 1) and b. `k` is read where the refinement keys are the base key."""
         config, HV, L = self.config, self.config.value_heads, self.config.n_refine
-        keys, gains, gates = aligned_linear(u.flatten(-2), self.proj).split(self.sizes, -1)
+        u = u.flatten(-2)
+        if fused and self.rank is None:
+            # The gains' gradient comes from the chain in one piece: a product of its own needs no copy of it.
+            key_rows, gain_rows, gate_rows = self.proj.split(self.sizes)
+            gains = F.linear(u, gain_rows)
+            keys, gates = split_linear(u, torch.cat([key_rows, gate_rows]), self.sizes[::2])
+        else:
+            keys, gains, gates = split_linear(u, self.proj, self.sizes)
         if self.n_keys == 0:
             assert k is not None
             kappa = k.repeat_interleave(HV // k.shape[2], 2).unsqueeze(3)
@@ -179,7 +186,7 @@ class Refinement(nn.Module):
         config, L = self.config, self.config.n_refine
         pins = pins or {}
         u = _pin(pins, "anchor", u)
-        kappa, gain, gate = self.project(u, k)
+        kappa, gain, gate = self.project(u, k, fused)
         if gain is not None:
             gain = _pin(pins, "gain", gain)
         gate = _pin(pins, "step_gate", gate)
