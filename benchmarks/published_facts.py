@@ -1,4 +1,4 @@
-"""Do our generators and mixers reproduce what others published? The three grids of ablations/grids/.
+"""Do our generators and mixers reproduce what others published? The grids of ablations/grids/ named below.
 
     python benchmarks/published_facts.py --device cuda --workers 4      # minutes on one GPU
     python benchmarks/published_facts.py --only s3_generators --steps 300 --seeds 2   # a look, on a CPU
@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 GRIDS = HERE.parent / "ablations" / "grids"
 FACTS = {
     "parity_length": ("length generalisation and the range of the erase gate", "position"),
+    "modular_arithmetic_length": ("modular arithmetic beyond the training lengths", "position"),
     "s3_generators": ("S3 from swaps alone against all of its elements", "position"),
     "mqar_state_size": ("recall against the size of the state", "distance"),
 }
