@@ -21,6 +21,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -66,6 +67,7 @@ def inputs(B: int, D: int, L: int, dtype: torch.dtype, seed: int = 0) -> dict[st
     if L:
         x["write_k"] = unit(B, T, 1, L, D)
         x["write_v"] = normal(B, T, 1, L, D).to(dtype)
+    x["do"] = normal(B, T, 1, D).to(dtype)
     return x
 
 
@@ -114,19 +116,22 @@ def errors(found: tuple[Tensor, ...], x: Inputs, do: Tensor) -> dict[str, float]
     want = both(lambda **y: prism_scan(**y, backend="recurrent")[0], exact, do[:CHECKED].double())
     return {
         n: float((f[:CHECKED].double() - w).norm() / w.norm())
-        for n, f, w in zip(("o", *x), (f.detach() for f in found), (w.detach() for w in want), strict=True)
+        for n, f, w in zip(("o", *x), found, (w.detach() for w in want), strict=True)
     }
 
 
-def eager(run: Callable[[], object], n: int = 100) -> float:
-    times = []
-    for _ in range(n):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 1e6 * sorted(times)[n // 2]
+def median(measure: Callable[[], float]) -> float:
+    """Of 15 to 100 measurements, in seconds, after three: as many as take 0.15 s."""
+    first = sorted(measure() for _ in range(3))[1]
+    return statistics.median(measure() for _ in range(max(15, min(100, int(0.15 / first)))))
+
+
+def eager(run: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def capture(run: Callable[[], object], repeats: int) -> torch.cuda.CUDAGraph:
@@ -142,16 +147,13 @@ def capture(run: Callable[[], object], repeats: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replayed(graph: torch.cuda.CUDAGraph, repeats: int, n: int = 50) -> float:
-    times = []
-    for _ in range(n):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / repeats)
-    return 1e3 * sorted(times)[n // 2]
+def replayed(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return 1e-3 * start.elapsed_time(end)
 
 
 def work(part: str, shapes: list[tuple[int, int]], writes: list[int], seconds: float) -> None:
@@ -171,23 +173,24 @@ def work(part: str, shapes: list[tuple[int, int]], writes: list[int], seconds: f
     wait_for_turn()
     for row, run, graph in rows:
         if run is not None:
-            row["eager_us"] = eager(run)
+            row["eager_us"] = 1e6 * median(lambda run=run: eager(run))  # type: ignore[misc]
         if graph is not None:
-            row["graph_us"] = replayed(graph, repeats)
+            row["graph_us"] = 1e6 * median(lambda graph=graph: replayed(graph)) / repeats  # type: ignore[misc]
         report(row)
 
 
 def prepare(scan: Scan, row: dict[str, Any], x: Inputs, repeats: int) -> tuple[Any, Any]:
     """What to time, and its graph; what a rival refuses is written in the row."""
+    do = x.pop("do")
     x = {n: a.requires_grad_() for n, a in x.items()}
-    do = torch.randn_like(x["v"])
     start = time.perf_counter()
 
     def run() -> object:
         return both(scan, x, do)
 
     try:
-        found = both(scan, x, do)
+        # Detached: a graph of autograd that stays alive ties its leaves to this stream, and captures fail.
+        found = tuple(a.detach() for a in both(scan, x, do))
         torch.cuda.synchronize()
         row["first_call_s"] = time.perf_counter() - start
         row["errors"] = errors(found, x, do)
@@ -218,8 +221,9 @@ def share(part: str, shapes: list[tuple[int, int]], number: int, of: int) -> Non
     Autotuner.__init__ = less
     scan, dtype = make(part)(), PARTS[part][0]
     for D in dict.fromkeys(D for _, D in shapes):
-        x = {n: a.requires_grad_() for n, a in inputs(CHECKED, D, 0, dtype).items()}
-        both(scan, x, torch.randn_like(x["v"]))
+        x = inputs(CHECKED, D, 0, dtype)
+        do = x.pop("do")
+        both(scan, {n: a.requires_grad_() for n, a in x.items()}, do)
     torch.cuda.synchronize()
 
 
@@ -307,12 +311,13 @@ def main() -> None:
         share(args.part, shapes, args.share, args.shares)
         return
     command = [sys.executable, __file__, "--shares", str(args.shares), "--seconds", str(args.seconds)]
-    for name in ("sequences", "widths", "writes"):
-        command += [f"--{name}", *map(str, getattr(args, name))]
+    command += ["--sequences", *map(str, args.sequences)]
     if args.part:
         if args.part.startswith("fla"):
             shares = [
-                subprocess.Popen([*command, "--part", args.part, "--share", str(i)])
+                subprocess.Popen(
+                    [*command, "--widths", *map(str, args.widths), "--part", args.part, "--share", str(i)]
+                )
                 for i in range(args.shares)
             ]
             for process in shares:
@@ -326,7 +331,13 @@ def main() -> None:
         env = dict(os.environ)
         if args.peers and part.startswith("fla"):
             env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", "."), str(args.peers.resolve())])
-        parts.append(Part(part, [*command, "--part", part], env))
+        units = [(args.widths, args.writes)]
+        if part.startswith("chunked"):  # compiling takes long: a process for each, which compiles by itself
+            units = [([D], [L]) for D in args.widths for L in args.writes]
+            env["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        for widths, writes in units:
+            own = ["--widths", *map(str, widths), "--writes", *map(str, writes)]
+            parts.append(Part(f"{part}, D {widths}, L {writes}", [*command, "--part", part, *own], env))
     rows = take_turns(parts, args.seconds, 30, args.wait_for)
     if args.peers:
         sys.path.append(str(args.peers))
