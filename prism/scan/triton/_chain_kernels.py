@@ -15,13 +15,15 @@ import triton.language as tl
 def activate(z, PHI: tl.constexpr):
     """phi(z) and phi'(z)."""
     if PHI == "gelu":
-        # Abramowitz and Stegun 7.1.26: erf to 1.5e-7, float32's rounding of 1 + erf, and with the exponential
-        # that the slope needs anyway. libdevice's erf costs a quarter more instructions.
-        t = 1 / (1 + 0.23164190 * tl.abs(z))
-        bell = tl.exp(-0.5 * z * z)
-        tail = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
-        tail *= 0.5 * bell
-        below = tl.where(z < 0, tail, 1 - tail)
+        # Phi(z) by Abramowitz and Stegun 7.1.26, to 7.5e-8, which is float32's rounding of 1 + erf: with the
+        # exponential that the slope needs anyway, and without a division, half the instructions.
+        t = 1 + 0.23164190 * tl.abs(z)
+        t = tl.rsqrt(t * t)
+        bell = tl.exp2(z * z * -0.7213475204444817)
+        tail = (
+            (((0.5307027145 * t - 0.7265760135) * t + 0.7107068705) * t - 0.142248368) * t + 0.127414796
+        ) * t
+        below = tl.where(z < 0, tail * bell, 1 - tail * bell)
         value = z * below
         slope = below + z * (0.3989422804014327 * bell)
     elif PHI == "silu":
@@ -87,7 +89,7 @@ def chain_grad_kernel(
     at_gain = token * gain_token + head * gain_head + column
     at_write = row * (L * V) + column
     # Everything is read before anything is written: a store holds back the loads behind it.
-    upstream, gains, residuals, deltas, slopes = (), (), (), (), ()
+    upstream, gains, residuals, slopes = (), (), (), ()
     for l in tl.static_range(L):
         upstream += (tl.load(d_write_v + at_write + l * V, mask=inside, other=0.0),)
         if GAIN:
@@ -97,18 +99,16 @@ def chain_grad_kernel(
         if GAIN:
             z *= gains[l].to(tl.float32)
         delta, slope = activate(z, PHI)
+        share = tl.sum(upstream[l].to(tl.float32) * delta, axis=1)[:, None]
+        tl.store(d_gate + row * L + l, share.to(d_gate.dtype.element_ty), mask=exists)
         residuals += (residual,)
-        deltas += (delta,)
         slopes += (slope,)
         if SUBTRACT:
             residual -= delta
     d_residual = tl.zeros((R, BV), tl.float32)
     for l in tl.static_range(L - 1, -1, -1):
         b = tl.load(gate + row * L + l, mask=exists, other=0.0).to(tl.float32)
-        up = upstream[l].to(tl.float32)
-        share = tl.sum(up * deltas[l], axis=1)[:, None]
-        tl.store(d_gate + row * L + l, share.to(d_gate.dtype.element_ty), mask=exists)
-        d_delta = b * up
+        d_delta = b * upstream[l].to(tl.float32)
         if SUBTRACT:
             d_delta -= d_residual
         d_z = d_delta * slopes[l]

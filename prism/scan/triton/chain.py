@@ -23,10 +23,6 @@ from prism.scan.triton._launch import launch
 from prism.scan.triton._operator import _plain
 
 ACTIVATIONS = ("gelu", "silu", "tanh", "identity")
-MAX_STEPS = 8
-"""The largest L taken: the kernels hold what all steps need in registers."""
-ELEMENTS = 1024
-"""Elements of one program, eight for each of 128 threads."""
 
 
 def chain(
@@ -46,15 +42,13 @@ def chain(
     Differentiable once, in reverse, in every tensor. Works under torch.compile and torch.func.vmap.
 
     Raises:
-        ValueError: an unknown activation, L = 0 or above `MAX_STEPS`, a shape that does not fit, float64.
+        ValueError: an unknown activation, L = 0, a shape that does not fit, float64.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, came {activation!r}")
-    if gate.shape[:-1] != r.shape[:-1] or not 1 <= gate.shape[-1] <= MAX_STEPS:
-        raise ValueError(
-            f"gate: expected [B, T, HV, L] = [{', '.join(map(str, r.shape[:-1]))}, 1 to {MAX_STEPS}], "
-            f"came {list(gate.shape)}"
-        )
+    if gate.shape[:-1] != r.shape[:-1] or gate.shape[-1] < 1:
+        sizes = ", ".join(map(str, r.shape[:-1]))
+        raise ValueError(f"gate: expected [B, T, HV, L] = [{sizes}, 1 or more], came {list(gate.shape)}")
     if gain is not None and gain.shape != (*gate.shape, r.shape[-1]):
         expected = [*gate.shape, r.shape[-1]]
         raise ValueError(f"gain: expected [B, T, HV, L, V] = {expected}, came {list(gain.shape)}")
@@ -64,6 +58,9 @@ def chain(
     if torch.compiler.is_compiling():
         return _chain(r, gain, gate, activation, subtract)
     return _Chain.apply(r, gain, gate, activation, subtract)
+
+
+WARPS = 4
 
 
 def _spread(x: Tensor) -> Tensor:
@@ -78,12 +75,13 @@ def _dtype(r: Tensor, gain: Tensor | None, gate: Tensor) -> torch.dtype:
 
 
 def _launch(
-    kernel: Any, leading: tuple[Tensor, ...], r: Tensor, gain: Tensor | None, gate: Tensor,
+    kernel: Any, each: int, leading: tuple[Tensor, ...], r: Tensor, gain: Tensor | None, gate: Tensor,
     results: tuple[Tensor, ...], activation: str, subtract: bool,
 ) -> None:  # fmt: skip
+    """`each`: elements of a thread."""
     B, T, HV, V = r.shape
     rows, BV = B * T * HV, triton.next_power_of_2(V)
-    R = max(1, ELEMENTS // BV)
+    R = max(1, 32 * WARPS * each // BV)
     p = r.unsqueeze(3) if gain is None else gain
     constants = {
         "HV": HV, "L": gate.shape[-1], "V": V, "R": R, "BV": BV,
@@ -93,14 +91,14 @@ def _launch(
     }  # fmt: skip
     tensors = (*leading, r, p, gate, *results)
     key = (*(x.dtype for x in tensors), *constants.values())
-    launch(kernel, (triton.cdiv(rows, R), 1), key, (*tensors, rows), constants, {"num_warps": 4})
+    launch(kernel, (triton.cdiv(rows, R), 1), key, (*tensors, rows), constants, {"num_warps": WARPS})
 
 
 def _run(r: Tensor, gain: Tensor | None, gate: Tensor, activation: str, subtract: bool) -> Tensor:
     r, gate = _spread(r), gate.contiguous()
     gain = None if gain is None else _spread(gain)
     write_v = r.new_empty(*gate.shape, r.shape[-1], dtype=_dtype(r, gain, gate))
-    _launch(chain_kernel, (), r, gain, gate, (write_v,), activation, subtract)
+    _launch(chain_kernel, 8, (), r, gain, gate, (write_v,), activation, subtract)
     return write_v
 
 
@@ -112,7 +110,9 @@ def _run_backward(
     grads = [x.new_empty(x.shape) for x in (r, gain, gate) if x is not None]
     d_gain = grads[0] if gain is None else grads[1]
     results = (grads[0], d_gain, grads[-1])
-    _launch(chain_grad_kernel, (d_write_v.contiguous(),), r, gain, gate, results, activation, subtract)
+    L = gate.shape[-1]
+    each = 8 if L <= 2 else 4 if L <= 8 else 1  # three registers an element and step; none may spill
+    _launch(chain_grad_kernel, each, (d_write_v.contiguous(),), r, gain, gate, results, activation, subtract)
     return grads
 
 
