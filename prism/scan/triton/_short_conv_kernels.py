@@ -1,10 +1,12 @@
+# ruff: noqa: RUF005  (Triton knows no unpacking of tuples)
 # mypy: disable-error-code="assignment, var-annotated"
 """Causal depthwise convolution, activation and L2 norm of each head: forward, and backward in two kernels.
 
     y_t = sum_j weight[:, W - 1 - j] x_{t-j}      s = silu(y)      n = s / sqrt(|s|^2 + 1e-6)   per head
 
-One program takes R tokens of one head at a time. Rows are the tokens of all sequences end to end; the first
-W - 1 of a sequence see zeros before them. y and s are computed again in the backward pass, never stored.
+Rows are the tokens of all sequences end to end; the first W - 1 of a sequence see zeros before them. A
+program takes TURNS tiles of R rows of one head, one after the other, with the taps in registers. y and s are
+computed again in the backward pass, never stored.
 """
 
 import triton
@@ -12,17 +14,40 @@ import triton.language as tl
 
 
 @triton.jit
-def _convolve(
-    x, weight, row, t, exists, column, real, x_row,
-    W: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """y [R, BD] of the rows; x points at the first channel of the head, weight at its first tap."""
-    y = tl.zeros([R, BD], tl.float32)
+def _taps(weight, column, real, W: tl.constexpr):
+    """The W rows of taps [BD], first the one of the current token; weight [channels, W]."""
+    taps = ()
+    for j in tl.static_range(W):
+        taps = taps + (tl.load(weight + column * W + (W - 1 - j), mask=real, other=0.0).to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _rows(turn, rows, T, R: tl.constexpr, TURNS: tl.constexpr):
+    """First row of a tile, and of each of its rows whether it exists and its place in its sequence."""
+    first = (tl.program_id(0) * TURNS + turn) * R
+    r = tl.arange(0, R)
+    return first.to(tl.int64), first + r < rows, (first % T + r) % T
+
+
+@triton.jit
+def _window(x, first, exists, t, column, real, x_row: tl.constexpr, W: tl.constexpr, R: tl.constexpr):
+    """x of the rows and of the W - 1 before each, 0 before its sequence: W tiles [R, BD]."""
+    base = x + first * x_row
+    r = tl.arange(0, R)
+    window = ()
     for j in tl.static_range(W):
         seen = (exists & (t >= j))[:, None] & real[None, :]
-        tap = tl.load(weight + column * W + (W - 1 - j), mask=real, other=0.0).to(tl.float32)
-        at = x + (row - j)[:, None] * x_row + column[None, :]
-        y += tl.load(at, mask=seen, other=0.0).to(tl.float32) * tap[None, :]
+        at = base + (r - j)[:, None] * x_row + column[None, :]
+        window = window + (tl.load(at, mask=seen, other=0.0).to(tl.float32),)
+    return window
+
+
+@triton.jit
+def _dot(window, taps, W: tl.constexpr):
+    y = window[0] * taps[0][None, :]
+    for j in tl.static_range(1, W):
+        y += window[j] * taps[j][None, :]
     return y
 
 
@@ -30,75 +55,83 @@ def _convolve(
 def short_conv_kernel(
     x, weight, out, rows, T,
     HEADS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, x_row: tl.constexpr, R: tl.constexpr,
-    BD: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
+    TURNS: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """out [rows, HEADS, D] from x [rows, HEADS * D] and weight [HEADS * D, W]."""
     head = tl.program_id(1)
-    row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     column = tl.arange(0, BD)
-    real, exists, t = column < D, row < rows, row % T
-    y = _convolve(x + head * D, weight + head * D * W, row, t, exists, column, real, x_row, W, R, BD)
-    if SILU:
-        y *= tl.sigmoid(y)
-    if UNIT:
-        y *= tl.rsqrt(tl.sum(y * y, 1) + 1e-6)[:, None]
-    at = out + (row * (HEADS * D) + head * D)[:, None] + column[None, :]
-    tl.store(at, y.to(out.dtype.element_ty), mask=exists[:, None] & real[None, :])
+    real = column < D
+    taps = _taps(weight + head * D * W, column, real, W)
+    x += head * D
+    for turn in range(TURNS):
+        first, exists, t = _rows(turn, rows, T, R, TURNS)
+        y = _dot(_window(x, first, exists, t, column, real, x_row, W, R), taps, W)
+        if SILU:
+            y *= tl.sigmoid(y)
+        if UNIT:
+            y *= tl.rsqrt(tl.sum(y * y, 1) + 1e-6)[:, None]
+        at = out + first * (HEADS * D) + head * D + tl.arange(0, R)[:, None] * (HEADS * D) + column[None, :]
+        tl.store(at, y.to(out.dtype.element_ty), mask=exists[:, None] & real[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "T"])
 def short_conv_grad_kernel(
     x, weight, d_out, d_y, d_weight, rows, T,
     HEADS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, x_row: tl.constexpr, y_row: tl.constexpr,
-    w_row: tl.constexpr, R: tl.constexpr, TURNS: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
-    UNIT: tl.constexpr,
+    R: tl.constexpr, TURNS: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """d_y [rows, HEADS * D], and d_weight [programs, W, HEADS * D]: the sum over this program's rows."""
+    """d_y [rows, HEADS * D], rows y_row apart; d_weight [programs, W, y_row]: sums over a program's rows."""
     head = tl.program_id(1)
     column = tl.arange(0, BD)
+    r = tl.arange(0, R)[:, None]
     real = column < D
-    tap_index = tl.arange(0, triton.next_power_of_2(W))
-    total = tl.zeros([triton.next_power_of_2(W), BD], tl.float32)
+    taps = _taps(weight + head * D * W, column, real, W)
     x += head * D
+    totals = ()
+    for _ in tl.static_range(W):
+        totals = totals + (tl.zeros([R, BD], tl.float32),)
     for turn in range(TURNS):
-        row = ((tl.program_id(0) * TURNS + turn) * R + tl.arange(0, R)).to(tl.int64)
-        exists, t = row < rows, row % T
+        first, exists, t = _rows(turn, rows, T, R, TURNS)
         inside = exists[:, None] & real[None, :]
-        y = _convolve(x, weight + head * D * W, row, t, exists, column, real, x_row, W, R, BD)
+        window = _window(x, first, exists, t, column, real, x_row, W, R)
+        at = d_out + first * (HEADS * D) + head * D + r * (HEADS * D) + column[None, :]
+        grad = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        y = _dot(window, taps, W)
         sigmoid = tl.sigmoid(y)
         s = y * sigmoid if SILU else y
-        at = d_out + (row * (HEADS * D) + head * D)[:, None] + column[None, :]
-        grad = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         if UNIT:
             root = tl.rsqrt(tl.sum(s * s, 1) + 1e-6)[:, None]
             unit = s * root
             grad = root * (grad - unit * tl.sum(grad * unit, 1)[:, None])
         if SILU:
             grad *= sigmoid * (1 + y * (1 - sigmoid))
-        at = d_y + row[:, None] * y_row + head * D + column[None, :]
+        at = d_y + first * y_row + head * D + r * y_row + column[None, :]
         tl.store(at, grad.to(d_y.dtype.element_ty), mask=inside)
+        sums = ()
         for j in tl.static_range(W):
-            at = x + (row - j)[:, None] * x_row + column[None, :]
-            shifted = tl.load(at, mask=inside & (t >= j)[:, None], other=0.0).to(tl.float32)
-            total += tl.where(tap_index[:, None] == W - 1 - j, tl.sum(grad * shifted, 0)[None, :], 0.0)
-    at = d_weight + (tl.program_id(0) * W + tap_index)[:, None] * w_row + head * D + column[None, :]
-    tl.store(at, total, mask=(tap_index < W)[:, None] & real[None, :])
+            sums = sums + (totals[j] + grad * window[j],)
+        totals = sums
+    at = d_weight + tl.program_id(0).to(tl.int64) * (W * y_row) + head * D + column
+    for j in tl.static_range(W):
+        tl.store(at + (W - 1 - j) * y_row, tl.sum(totals[j], 0), mask=real)
 
 
 @triton.jit(do_not_specialize=["rows", "T"])
 def short_conv_input_grad_kernel(
     d_y, weight, d_x, rows, T,
-    C: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BC: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, R: tl.constexpr, TURNS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """d_x_t = sum_j weight[:, W - 1 - j] d_y_{t+j}, all [rows, C]."""
-    row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
-    column = tl.program_id(1) * BC + tl.arange(0, BC)
-    real, exists, t = column < C, row < rows, row % T
-    total = tl.zeros([R, BC], tl.float32)
-    for j in tl.static_range(W):
-        seen = (exists & (t + j < T))[:, None] & real[None, :]
-        tap = tl.load(weight + column * W + (W - 1 - j), mask=real, other=0.0).to(tl.float32)
-        at = d_y + (row + j)[:, None] * C + column[None, :]
-        total += tl.load(at, mask=seen, other=0.0).to(tl.float32) * tap[None, :]
-    at = d_x + row[:, None] * C + column[None, :]
-    tl.store(at, total.to(d_x.dtype.element_ty), mask=exists[:, None] & real[None, :])
+    column = tl.program_id(1) * BD + tl.arange(0, BD)
+    r = tl.arange(0, R)
+    real = column < C
+    taps = _taps(weight, column, real, W)
+    for turn in range(TURNS):
+        first, exists, t = _rows(turn, rows, T, R, TURNS)
+        total = tl.zeros([R, BD], tl.float32)
+        for j in tl.static_range(W):
+            seen = (exists & (t + j < T))[:, None] & real[None, :]
+            at = d_y + first * C + (r + j)[:, None] * C + column[None, :]
+            total += tl.load(at, mask=seen, other=0.0).to(tl.float32) * taps[j][None, :]
+        at = d_x + first * C + r[:, None] * C + column[None, :]
+        tl.store(at, total.to(d_x.dtype.element_ty), mask=exists[:, None] & real[None, :])

@@ -24,10 +24,10 @@ from prism.scan.triton._short_conv_kernels import (
     short_conv_kernel,
 )
 
-ELEMENTS = 4096
-"""Elements that one program holds at a time, 32 for each of 128 threads."""
-TURNS = 4
-"""Tiles of a program of the backward pass: so many times fewer partial sums of the weights' gradient."""
+ELEMENTS = 1024
+"""Elements of a tile, eight for each of 128 threads."""
+TURNS = 8
+"""Tiles of a program: so many times fewer reads of the taps, and partial sums of their gradient."""
 
 
 def short_conv(
@@ -85,10 +85,10 @@ def _short_conv(
     for h, d, norm in zip(heads, widths, unit, strict=True):
         out = x.new_empty(B, T, h, d)
         R, BD = _tile(d)
-        constants = {"HEADS": h, "D": d, "W": weight.shape[1], "x_row": x.stride(1), "R": R, "BD": BD}
-        constants |= {"SILU": silu, "UNIT": norm}
+        constants = {"HEADS": h, "D": d, "W": weight.shape[1], "x_row": x.stride(1), "R": R}
+        constants |= {"TURNS": TURNS, "BD": BD, "SILU": silu, "UNIT": norm}
         arguments = (x[..., first:], weight[first:], out, B * T, T)
-        _launch(short_conv_kernel, (triton.cdiv(B * T, R), h), arguments, constants)
+        _launch(short_conv_kernel, (triton.cdiv(B * T, R * TURNS), h), arguments, constants)
         made.append(out)
         first += h * d
     return made
@@ -107,7 +107,7 @@ def _short_conv_backward(
     for grad, norm in zip(grads, unit, strict=True):
         h, d = grad.shape[2:]
         R, BD = _tile(d)
-        constants = {"HEADS": h, "D": d, "W": W, "x_row": x.stride(1), "y_row": C, "w_row": C, "R": R}
+        constants = {"HEADS": h, "D": d, "W": W, "x_row": x.stride(1), "y_row": C, "R": R}
         constants |= {"TURNS": TURNS, "BD": BD, "SILU": silu, "UNIT": norm}
         given = x[..., first:], weight[first:], grad.contiguous()
         arguments = (*given, d_y[..., first:], d_weight[..., first:], B * T, T)
@@ -115,10 +115,10 @@ def _short_conv_backward(
         _launch(short_conv_grad_kernel, grid, arguments, constants)
         first += h * d
     d_x = x.new_empty(B, T, C)
-    R, BC = _tile(min(C, 128))
-    arguments = (d_y, weight, d_x, B * T, T)
-    grid = (triton.cdiv(B * T, R), triton.cdiv(C, BC))
-    _launch(short_conv_input_grad_kernel, grid, arguments, {"C": C, "W": W, "R": R, "BC": BC})
+    R, BD = _tile(min(C, 128))
+    grid = (triton.cdiv(B * T, R * TURNS), triton.cdiv(C, BD))
+    constants = {"C": C, "W": W, "R": R, "TURNS": TURNS, "BD": BD}
+    _launch(short_conv_input_grad_kernel, grid, (d_y, weight, d_x, B * T, T), constants)
     return d_x, d_weight.sum(0).t().contiguous().to(weight.dtype)
 
 
