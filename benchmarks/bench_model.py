@@ -362,9 +362,11 @@ def run(parts: list[str], args: argparse.Namespace, lines: Path) -> None:
             starting.append((part, process, time.monotonic()))
         part, process, since = starting.pop(0)
         assert process.stdout is not None
-        said = process.stdout.readline().strip()
-        print(f"part {part}: {said or 'ended early'} after {time.monotonic() - since:.0f} s", flush=True)
-        if said == "ready":
+        # Peers print while they compile.
+        found = any(line.strip() == "ready" for line in process.stdout)
+        said = "ready" if found else "ended early"
+        print(f"part {part}: {said} after {time.monotonic() - since:.0f} s", flush=True)
+        if found:
             ready.append((part, process))
     for part, process in ready:
         try:

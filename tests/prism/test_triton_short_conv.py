@@ -110,7 +110,9 @@ def test_a_result_that_nobody_reads_has_no_gradient(device, dtype):
 def test_members_under_vmap_and_one_backward(device, dtype):
     pairs = [make(2, 9, GDN[0], GDN[1], 4, dtype, device, seed=seed) for seed in range(3)]
     x, weight = (torch.stack([p[i].detach() for p in pairs]).requires_grad_() for i in (0, 1))
-    together = torch.func.vmap(lambda x, w: torch.cat([t.flatten() for t in short_conv(x, w, *GDN)]))(x, weight)
+    together = torch.func.vmap(lambda x, w: torch.cat([t.flatten() for t in short_conv(x, w, *GDN)]))(
+        x, weight
+    )
     together.float().square().sum().backward()
     for e, (x_e, weight_e) in enumerate(pairs):
         alone = torch.cat([t.flatten() for t in short_conv(x_e, weight_e, *GDN)])
@@ -134,7 +136,9 @@ def test_compiles_without_a_graph_break(device, dtype):
 
 def test_wrong_sizes_are_named():
     x, weight = make(1, 3, GDN[0], GDN[1], 4, torch.float32)
-    with pytest.raises(ValueError, match=r"heads, widths: expected 64 channels and a flag each, came x \[1, 3, 96\]"):
+    with pytest.raises(
+        ValueError, match=r"heads, widths: expected 64 channels and a flag each, came x \[1, 3, 96\]"
+    ):
         short_conv(x, weight, (2, 2), (16, 16), (True, True))
     with pytest.raises(ValueError, match="x: expected float32, bfloat16 or float16, came float64"):
         short_conv(x.double(), weight, *GDN)
