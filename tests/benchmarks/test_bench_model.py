@@ -1,0 +1,98 @@
+"""The arms of the benchmark of whole models: what they claim about their parameters, and that they train."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from prism import PrismConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_model", ROOT / "benchmarks" / "bench_model.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench_model"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["bench_model"]
+
+
+def ours(bench):
+    return {name: arm for name, arm in bench.ARMS.items() if arm.mixer == "prism"}
+
+
+def count(config: PrismConfig) -> int:
+    """Parameters by the formulas of the model, without building it."""
+    d, L, heads = config.d_model, config.n_refine, config.value_heads
+    mixer = 5 * d * d + 2 * heads * d + 3 * d * config.short_conv + 2 * heads + config.value_dim
+    step = 2 * d * d if config.refine_rank is None else 4 * d * config.refine_rank
+    refinement = L * (step + heads * d) + (d * config.anchor_width if L else 0)
+    block = mixer + refinement + 2 * d * round(config.mlp_ratio * d) + 2 * d
+    return config.vocab_size * d + config.n_layers * block + d
+
+
+def test_every_arm_has_about_130_million_parameters(bench):
+    counts = {name: count(arm.config()) for name, arm in ours(bench).items()}
+    assert all(abs(n - counts["L = 0"]) <= 0.003 * counts["L = 0"] for n in counts.values()), counts
+    assert 125e6 < counts["L = 0"] < 135e6
+
+
+def test_arms_build_train_and_are_checked(bench):
+    tiny = bench.Size(vocab=32, d=32, layers=2, heads=2, hidden=256, rank=4)
+    tokens = bench.batch(16, tiny.vocab, tokens=32, device="cpu")
+    assert tokens.shape == (2, 17)
+    for name, arm in ours(bench).items():
+        model = bench.build(arm, tiny, "cpu")
+        assert model.num_parameters() == count(model.config), name
+        loss = bench.loss_of(model, "eager")
+        found = bench.check(arm, model, loss, tokens, tiny)
+        assert found["gradient_error"] < 0.05
+        step = bench.step_of(model, loss, tokens)
+        losses = [float(step()) for _ in range(3)]
+        assert losses[2] < losses[0], (name, losses)
+
+
+def test_the_check_refuses_a_model_that_computes_something_else(bench):
+    tiny = bench.Size(vocab=32, d=32, layers=2, heads=2, hidden=256, rank=4)
+    arm, tokens = bench.ARMS["L = 2"], bench.batch(16, 32, tokens=32, device="cpu")
+    model = bench.build(arm, tiny, "cpu", anchor="token")
+    with pytest.raises(RuntimeError, match="expected the loss and gradients of the reference, came"):
+        bench.check(arm, model, bench.loss_of(model, "eager"), tokens, tiny)
+
+
+def test_the_best_mode_of_an_arm_is_what_is_compared(bench):
+    row = {
+        "parameters": 1_000_000,
+        "peak_gib": 1.0,
+        "check": {"gradient_error": 0.01},
+        "scan": "x",
+        "T": 2048,
+    }
+    rows = [
+        {**row, "arm": arm, "mode": mode, "ms": ms, "tokens_per_second": 1e3 / ms}
+        for arm, mode, ms in (("L = 0", "eager", 4.0), ("L = 0", "compiled", 2.0), ("L = 2", "compiled", 2.5))
+    ]
+    rows.append({**row, "arm": "fla", "mode": "eager", "failed": "Error: a | b"})
+    assert bench.best(rows)["L = 0", 2048]["mode"] == "compiled"
+    assert ("fla", 2048) not in bench.best(rows)
+    line = bench.table(rows).splitlines()[4]
+    assert "| 0.800 | 0.800 |" in line
+    assert "a / b" in bench.table(rows)
+
+
+@pytest.mark.skipif(not (ROOT / "benchmarks/results/model_h200.json").exists(), reason="not measured yet")
+def test_results_name_their_arms_and_counts(bench, tmp_path):
+    document = json.loads((ROOT / "benchmarks/results/model_h200.json").read_text())
+    for row in document["rows"]:
+        arm = bench.ARMS[row["arm"]]
+        assert row["parameters"] == count(arm.config(mixer="prism"))
+        assert "failed" in row or torch.isfinite(torch.tensor(row["loss_last"]))
+    assert bench.figure(document, tmp_path / "model").stat().st_size > 10_000
