@@ -114,6 +114,5 @@ def last_of(total, C: tl.constexpr):
 
 @triton.jit
 def pair_decay(to, frm, mask):
-    """exp(to - frm) where the mask holds, else 0. Masked before the exponential, which would overflow
-    elsewhere."""
-    return tl.where(mask, tl.exp(tl.where(mask, (to - frm).to(tl.float32), 0.0)), 0.0)
+    """exp(to - frm) where the mask holds, else 0: elsewhere it may overflow, and nothing is made of it."""
+    return tl.where(mask, tl.exp((to - frm).to(tl.float32)), 0.0)

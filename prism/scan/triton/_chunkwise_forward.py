@@ -53,96 +53,80 @@ def _substitute(scratch, C: tl.constexpr):
 
 
 @triton.jit
-def _load_blocks(
-    base, stride, left, start, step, K: tl.constexpr, N: tl.constexpr, B: tl.constexpr, BK: tl.constexpr
-):
-    """[N, B, BK]: blocks of B rows, the n-th from row start + n * step."""
-    rows = start + tl.arange(0, N)[:, None, None] * step + tl.arange(0, B)[None, :, None]
-    cols = tl.arange(0, BK)[None, None, :]
-    return tl.load(base + rows * stride + cols, mask=(rows < left) & (cols < K), other=0.0)
+def _high(x):
+    """x cut to the eleven bits that a tf32 product takes, so that x minus this is exact."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _store_blocks(base, tile, stride, left, row, column, step, N: tl.constexpr, B: tl.constexpr):
-    """Stores [N, B, B], the n-th block from (row + n * step, column + n * step)."""
-    shift = tl.arange(0, N)[:, None, None] * step
-    rows = row + shift + tl.arange(0, B)[None, :, None]
-    cols = column + shift + tl.arange(0, B)[None, None, :]
-    tl.store(base + rows * stride + cols, tile.to(base.dtype.element_ty), mask=rows < left)
-
-
-@triton.jit
-def _half(x, second, P: tl.constexpr, B: tl.constexpr):
-    """[P, B]: the first or the second half of each of P pairs of B numbers."""
-    pairs = tl.reshape(x, (P, 2, B))
-    return tl.sum(tl.where((tl.arange(0, 2) == second)[None, :, None], pairs, 0.0), axis=1)
-
-
-@triton.jit
-def _below_diagonal(
-    k, stride, left, total, b,
-    K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """[P, B, B]: k_i . k_j exp(G_i - G_j) beta_j, i in the second half of a pair of blocks."""
-    upper = _load_blocks(k, stride, left, 0, 2 * B, K, P, B, BK)
-    lower = _load_blocks(k, stride, left, B, 2 * B, K, P, B, BK)
-    decay = tl.exp((_half(total, 1, P, B)[:, :, None] - _half(total, 0, P, B)[:, None, :]).to(tl.float32))
-    if P == 1:
-        upper = tl.trans(tl.reshape(upper, (B, BK)))
-        a = tl.dot(tl.reshape(lower, (B, BK)), upper, input_precision=DOT)[None, :, :]
+def _product(a, b, DOT: tl.constexpr):
+    """a b with the digits of float32: tf32 alone loses a factor of four where keys repeat."""
+    if DOT == "ieee":
+        out = tl.dot(a, b, input_precision="ieee")
     else:
-        a = tl.dot(lower, tl.permute(upper, (0, 2, 1)), input_precision=DOT)
-    return a * decay * _half(b, 0, P, B)[:, None, :]
+        a1 = _high(a)
+        b1 = _high(b)
+        out = tl.dot(a1, b - b1, input_precision="tf32")
+        out = tl.dot(a - a1, b1, out, input_precision="tf32")
+        out = tl.dot(a1, b1, out, input_precision="tf32")
+    return out
 
 
 @triton.jit
-def _invert(
-    k, k_stride, left, total, b, scratch, out, out_stride,
-    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """out [C, C] = (I + a)^{-1}, a_ij = k_i . k_j exp(G_i - G_j) beta_j for j < i, C in {16, 32, 64}.
+def _block(a, row, column, N: tl.constexpr, B: tl.constexpr):
+    """[B, B]: block (row, column) of a [N B, N B]."""
+    part = tl.where((tl.arange(0, N) == column)[None, :, None], tl.reshape(a, (N * B, N, B)), 0.0)
+    part = tl.reshape(tl.sum(part, axis=1), (N, B, B))
+    return tl.sum(tl.where((tl.arange(0, N) == row)[:, None, None], part, 0.0), axis=0)
+
+
+@triton.jit
+def _invert(a, scratch, out, out_stride, left, C: tl.constexpr, DOT: tl.constexpr):
+    """out [C, C] = (I + a)^{-1} where a [C, C] counts below its diagonal only, C in {16, 32, 64}.
 
     Substitution inside blocks of 16 rows, then block merges: a product of powers of `a` would be shorter and
-    loses every digit where keys repeat. Blocks pass through `scratch` [C + C / 2, 16], to be read again in
-    the shape that comes next.
+    loses every digit where keys repeat. Blocks pass through `scratch` [2 C, 16], to be read again in the
+    shape that comes next: inverses of the 16-row blocks, then the corners that join two of them.
     """
     N: tl.constexpr = C // 16
-    i = tl.arange(0, 16)[None, :, None]
-    j = tl.arange(0, 16)[None, None, :]
-    block = scratch + tl.arange(0, N)[:, None, None] * 256 + i * 16 + j
-    keys = _load_blocks(k, k_stride, left, 0, 16, K, N, 16, BK)
-    G = tl.reshape(total, (N, 16))
-    a = tl.dot(keys, tl.permute(keys, (0, 2, 1)), input_precision=DOT)
-    a *= pair_decay(G[:, :, None], G[:, None, :], (i > j) & (tl.arange(0, N)[:, None, None] >= 0))
-    tl.store(block, a * tl.reshape(b, (N, 16))[:, None, :])
+    row_block = tl.arange(0, C)[:, None, None] // 16
+    column_block = tl.arange(0, N)[None, :, None]
+    own = tl.reshape(a, (C, N, 16))
+    diagonal = tl.sum(tl.where(row_block == column_block, own, 0.0), axis=1)
+    tl.store(scratch + tl.arange(0, C)[:, None] * 16 + tl.arange(0, 16)[None, :], diagonal)
     tl.debug_barrier()
     _substitute(scratch, C)
     tl.debug_barrier()
-    _store_blocks(out, tl.load(block), out_stride, left, 0, 0, 16, N, 16)
-    if C >= 32:
-        P: tl.constexpr = C // 32
-        pair = scratch + tl.arange(0, P)[:, None, None] * 512 + i * 16 + j
-        a = _below_diagonal(k, k_stride, left, total, b, K, P, 16, BK, DOT)
-        corner = tl.dot(a, tl.load(pair), input_precision=DOT)
-        corner = -tl.dot(tl.load(pair + 256), corner, input_precision=DOT)
-        _store_blocks(out, corner, out_stride, left, 16, 0, 32, P, 16)
-        _store_blocks(out, tl.zeros_like(corner), out_stride, left, 0, 16, 32, P, 16)
-        if C >= 64:
-            corners = scratch + C * 16
-            tl.store(corners + tl.arange(0, P)[:, None, None] * 256 + i * 16 + j, corner)
-            tl.debug_barrier()
-            r = tl.arange(0, 32)[:, None]
-            c = tl.arange(0, 32)[None, :]
-            place = tl.where(r // 16 == c // 16, r * 16 + c % 16, C * 16 + (r - 16) * 16 + c)
-            inside = r // 16 >= c // 16
-            first = tl.load(scratch + place, mask=inside, other=0.0)
-            place += tl.where(r // 16 == c // 16, 512, 256)
-            second = tl.load(scratch + place, mask=inside, other=0.0)
-            a = tl.reshape(_below_diagonal(k, k_stride, left, total, b, K, 1, 32, BK, DOT), (32, 32))
-            corner = tl.dot(a, first, input_precision=DOT)
-            corner = -tl.dot(second, corner, input_precision=DOT)[None, :, :]
-            _store_blocks(out, corner, out_stride, left, 32, 0, 0, 1, 32)
-            _store_blocks(out, tl.zeros_like(corner), out_stride, left, 0, 32, 0, 1, 32)
+    if C == 16:
+        i = tl.arange(0, 16)[:, None]
+        j = tl.arange(0, 16)[None, :]
+        x = tl.load(scratch + i * 16 + j)
+        tl.store(out + i * out_stride + j, x.to(out.dtype.element_ty), mask=i < left)
+    else:
+        # Corners of all pairs at once; what stands beside an even block is zero.
+        n = tl.arange(0, N)[:, None, None]
+        place = n * 256 + tl.arange(0, 16)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+        x = tl.load(scratch + place)
+        before = tl.load(scratch + place - 256, mask=n % 2 == 1, other=0.0)
+        below = tl.where((column_block == row_block - 1) & (row_block % 2 == 1), own, 0.0)
+        below = tl.reshape(tl.sum(below, axis=1), (N, 16, 16))
+        tl.store(scratch + C * 16 + place, -_product(x, _product(below, before, DOT), DOT))
+        tl.debug_barrier()
+        i = tl.arange(0, 32)[:, None]
+        j = tl.arange(0, 32)[None, :]
+        lower = i // 16 >= j // 16
+        place = i // 16 * 256 + i % 16 * 16 + j % 16 + tl.where(i // 16 == j // 16, 0, C * 16)
+        x = tl.load(scratch + place, mask=lower, other=0.0)
+        tl.store(out + i * out_stride + j, x.to(out.dtype.element_ty), mask=i < left)
+        if C == 64:
+            before = x
+            x = tl.load(scratch + place + 512, mask=lower, other=0.0)
+            beside = out + (32 + i) * out_stride + j
+            tl.store(beside + 32, x.to(out.dtype.element_ty), mask=32 + i < left)
+            zeros = tl.zeros((32, 32), out.dtype.element_ty)
+            tl.store(out + i * out_stride + 32 + j, zeros, mask=i < left)
+            corner = -_product(x, _product(_block(a, 1, 0, 2, 32), before, DOT), DOT)
+            tl.store(beside, corner.to(out.dtype.element_ty), mask=32 + i < left)
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV"])
@@ -161,19 +145,20 @@ def prepare_kernel(
         return
     gate = first * HV + head
     read = (first * H + head // (HV // H)) * K
+    keys = load_rows(k + read, H * K, left, 0, K, C, BK)
+    queries = load_rows(q + read, H * K, left, 0, K, C, BK)
     total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
     b = load_column(beta + gate, HV, left, C)
     rows = tl.arange(0, C)
     tl.store(grown + gate + rows * HV, tl.exp(total.to(tl.float32)), mask=rows < left)
     tl.store(rest + gate + rows * HV, tl.exp((last_of(total, C) - total).to(tl.float32)), mask=rows < left)
 
-    keys = load_rows(k + read, H * K, left, 0, K, C, BK)
-    queries = load_rows(q + read, H * K, left, 0, K, C, BK)
     gamma = pair_decay(total[:, None], total[None, :], rows[:, None] >= rows[None, :])
+    alike = tl.dot(keys, tl.trans(keys), input_precision=DOT) * (gamma * b[None, :])
     seen = tl.dot(queries, tl.trans(keys), input_precision=DOT) * (scale * gamma)
     store_rows(scores + gate * C, seen, HV * C, left, 0, C, C, C)
-    own = scratch + tl.program_id(0).to(tl.int64) * (C * 24)
-    _invert(k + read, H * K, left, total, b, own, solve + gate * C, HV * C, K, C, BK, DOT)
+    own = scratch + tl.program_id(0).to(tl.int64) * (C * 32)
+    _invert(alike, own, solve + gate * C, HV * C, left, C, DOT)
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L"])

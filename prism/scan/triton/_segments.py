@@ -57,7 +57,14 @@ def _segment(m, offsets, chunk_start, owner, first):
     n = tl.load(owner + m)
     start = tl.load(first + n)
     stop = tl.load(first + n + 1)
-    return tl.load(offsets + m), tl.load(offsets + m + 1), tl.load(chunk_start + m), n, m == start, m >= stop - 1
+    return (
+        tl.load(offsets + m),
+        tl.load(offsets + m + 1),
+        tl.load(chunk_start + m),
+        n,
+        m == start,
+        m >= stop - 1,
+    )
 
 
 @triton.jit(do_not_specialize=["H", "HV"])

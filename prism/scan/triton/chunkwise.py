@@ -36,11 +36,17 @@ MAX_WIDTH = 128
 
 
 class Launch(NamedTuple):
-    """Warps, software stages and slice of V of one kernel."""
+    """Warps, software stages and slice of V of one kernel, and its registers a thread (0: any number)."""
 
     warps: int
     stages: int
     v_block: int
+    registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        cap = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, "num_stages": self.stages, **cap}
 
 
 class Tuning(NamedTuple):
@@ -78,7 +84,7 @@ def tuning(dtype: torch.dtype, K: int, V: int, programs: int, writes: bool) -> T
         scan = reverse = Launch(4, 3 if K == 128 else 2, 64)
     return Tuning(
         chunk=64,
-        prepare=Launch(2, 1, 64),
+        prepare=Launch(4, 1, 64, 128) if K == 128 else Launch(2, 1, 64),
         writes=Launch(4, 2, 64),
         scan=scan,
         reverse=reverse,
@@ -86,8 +92,8 @@ def tuning(dtype: torch.dtype, K: int, V: int, programs: int, writes: bool) -> T
         scores_grad=Launch(4, 2, 64),
         queries_grad=Launch(4, 1 if writes else 2, 64),
         keys_grad=Launch(4, 2, 64),
-        segment=Launch(4, 2, 64),
-        segment_reverse=Launch(4, 2, 64),
+        segment=Launch(4, 3, 64),
+        segment_reverse=Launch(4, 3, 64),
         combine=Launch(2, 1, 16),
     )
 
@@ -276,10 +282,10 @@ def forward(
     o = torch.empty_like(v)
 
     at = tuned.prepare
-    scratch = q.new_empty(where.chunks, HV, C + C // 2, 16, dtype=torch.float32)
+    scratch = q.new_empty(where.chunks, HV, 2 * C, 16, dtype=torch.float32)
     prepare_kernel[(where.chunks * HV,)](
         q, k, log_decay, beta, solve, scores, grown, rest, scratch, *tokens, K, C, BK, packed, wide, dot,
-        num_warps=at.warps, num_stages=at.stages,
+        **at.options,
     )  # fmt: skip
 
     target, write_o, write_state = v, None, None
@@ -289,7 +295,7 @@ def forward(
         write_state = q.new_empty(where.chunks, HV, K, V)
         writes_kernel[(where.chunks * HV * triton.cdiv(V, at.v_block),)](
             q, k, v, log_decay, write_k, write_v, target, write_o, write_state, *tokens, write_k.shape[3],
-            K, V, C, BK, at.v_block, packed, wide, dot, num_warps=at.warps, num_stages=at.stages,
+            K, V, C, BK, at.v_block, packed, wide, dot, **at.options,
         )  # fmt: skip
 
     sequences, offsets, chunk_start, start, last = N, where.offsets, where.chunk_start, initial_state, None
@@ -303,7 +309,7 @@ def forward(
         segment_kernel[(launched * HV * slices,)](
             k, target, beta, solve, grown, rest, write_state, initial_state, parts, kept[2], *tables, H, HV,
             K, V, C, BK, at.v_block, dot, given, write_o is not None,
-            num_warps=at.warps, num_stages=at.stages,
+            **at.options,
         )  # fmt: skip
         _combine(kept[2], parts, initial_state, start, cut, tuned, dot, reverse=False)
         sequences, offsets, chunk_start, last = launched, cut.offsets, cut.chunk_start, cut.first[1:] - 1
@@ -313,7 +319,7 @@ def forward(
         q, k, target, beta, solve, scores, grown, rest, write_o, write_state, start, o, final, *kept[:2],
         offsets, chunk_start, scale, T, where.chunks_per_row, H, HV,
         K, V, C, BK, at.v_block, offsets is not None, dot, start is not None, write_o is not None,
-        bool(saved), num_warps=at.warps, num_stages=at.stages,
+        bool(saved), **at.options,
     )  # fmt: skip
     return o, final if last is None else final[last]
 
@@ -327,7 +333,7 @@ def _combine(
     combine_kernel[((cut.first.shape[0] - 1) * HV * triton.cdiv(V, at.v_block),)](
         transitions, parts, given, out, cut.first, HV,
         K, V, _padded(K), at.v_block, min(32, _padded(K)), dot, given is not None, reverse,
-        num_warps=at.warps, num_stages=at.stages,
+        **at.options,
     )  # fmt: skip
 
 
@@ -371,7 +377,7 @@ def backward(
         at = tuned.segment_reverse
         segment_reverse_kernel[(launched * HV * triton.cdiv(V, at.v_block),)](
             q, k, beta, solve, scores, grown, rest, do, dstate, parts, *tables, scale, H, HV,
-            K, V, C, BK, at.v_block, dot, dstate is not None, num_warps=at.warps, num_stages=at.stages,
+            K, V, C, BK, at.v_block, dot, dstate is not None, **at.options,
         )  # fmt: skip
         _combine(transitions[0], parts, dstate, end, cut, tuned, dot, reverse=True)
         sequences, offsets, chunk_start, first = launched, cut.offsets, cut.chunk_start, cut.first[:-1]
@@ -385,7 +391,7 @@ def backward(
         q, k, beta, solve, scores, grown, rest, error, do, end, dv, d_states, d_initial, kept,
         offsets, chunk_start, scale, T, where.chunks_per_row, H, HV,
         K, V, C, BK, at.v_block, offsets is not None, dot, end is not None,
-        num_warps=at.warps, num_stages=at.stages,
+        **at.options,
     )  # fmt: skip
     if first is not None:
         d_initial = d_initial[first]
@@ -399,7 +405,7 @@ def backward(
         writes_grad_kernel[(where.chunks * HV * L,)](
             q, k, log_decay, write_k, write_v, do, dv, d_states, d_write_k, d_write_v, by_writes,
             write_gate_grad, where.spans, scale, T, where.chunks_per_row, H, HV, L,
-            K, V, C, BK, at.v_block, packed, wide, dot, num_warps=at.warps, num_stages=at.stages,
+            K, V, C, BK, at.v_block, packed, wide, dot, **at.options,
         )  # fmt: skip
 
     at = tuned.scores_grad
@@ -408,7 +414,7 @@ def backward(
     scores_grad_kernel[(where.chunks * HV,)](
         k, log_decay, beta, scores, error, do, dv, by_scores, gate_grad, beta_grad, where.spans,
         scale, T, where.chunks_per_row, H, HV,
-        K, V, C, BK, at.v_block, packed, wide, dot, num_warps=at.warps, num_stages=at.stages,
+        K, V, C, BK, at.v_block, packed, wide, dot, **at.options,
     )  # fmt: skip
 
     # Value heads that share a key head are summed afterwards, in float32 and in one order.
@@ -417,7 +423,7 @@ def backward(
     queries_grad_kernel[(where.chunks * HV,)](
         q, k, grown, states, write_k, do, by_scores, by_writes, dq, reads, where.spans,
         scale, T, where.chunks_per_row, H, HV, L,
-        K, V, C, BK, at.v_block, packed, dot, writes, num_warps=at.warps, num_stages=at.stages,
+        K, V, C, BK, at.v_block, packed, dot, writes, **at.options,
     )  # fmt: skip
 
     at = tuned.keys_grad
@@ -427,7 +433,7 @@ def backward(
         q, k, beta, grown, rest, error, states, write_k, dv, d_states, by_scores, by_writes, gate_grad,
         write_gate_grad, beta_grad, reads, kept, dk, d_log_decay, d_beta, where.spans,
         T, where.chunks_per_row, H, HV, L, slices,
-        K, V, C, BK, at.v_block, packed, dot, writes, num_warps=at.warps, num_stages=at.stages,
+        K, V, C, BK, at.v_block, packed, dot, writes, **at.options,
     )  # fmt: skip
     if HV != H:
         dq = dq.unflatten(2, (H, HV // H)).sum(3).to(q.dtype)
