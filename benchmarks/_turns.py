@@ -8,6 +8,8 @@ as a line `ROW {json}`; what else it prints is passed on.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -32,8 +34,14 @@ class Part:
         self.name = name
         self.lines: list[str] = []
         self.ready, self.done = threading.Event(), threading.Event()
+        # A session of its own, so that what it starts ends with it.
         self.process = subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -50,16 +58,20 @@ class Part:
         self.done.set()
         self.ready.set()
 
+    def stop_unless(self, event: threading.Event) -> None:
+        if not event.is_set():
+            print(f"{self.name} was stopped", flush=True)
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.done.wait()
+
     def rows(self, seconds: float) -> list[dict[str, Any]]:
-        """Its results, once it has had its turn; those printed so far if it takes longer, or none."""
+        """Its results, once it has had its turn; those printed so far if it takes longer."""
         assert self.process.stdin is not None
-        if self.ready.is_set() and not self.done.is_set():
+        if not self.done.is_set():
             print("go", file=self.process.stdin, flush=True)
             self.done.wait(seconds)
-        if not self.done.is_set():
-            print(f"{self.name} was stopped", flush=True)
-            self.process.kill()
-        elif self.process.returncode:
+            self.stop_unless(self.done)
+        if self.process.returncode:
             print(f"{self.name} ended with exit code {self.process.returncode}", flush=True)
         return [json.loads(line) for line in self.lines]
 
@@ -74,6 +86,8 @@ def take_turns(parts: list[Part], seconds: float, turn: float, gate: Path | None
     for part in parts:
         part.ready.wait(max(0.0, seconds - (time.perf_counter() - began)))
         print(f"{part.name}: {time.perf_counter() - began:.0f} s until ready", flush=True)
+    for part in parts:  # or it would compile on while others are timed
+        part.stop_unless(part.ready)
     while gate is not None and not gate.exists() and time.perf_counter() - began < seconds:
         time.sleep(0.05)
     return [row for part in parts for row in part.rows(turn)]

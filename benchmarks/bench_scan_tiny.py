@@ -9,7 +9,7 @@ before times. Times are microseconds of one forward and one backward pass: `eage
 both and a synchronisation, `graph` a replay of both from a CUDA graph; medians. `chunked` is compiled by
 torch.compile, a whole graph a row, at several lengths of a chunk, which C in its name gives; the fastest of
 them is the rival. fla has no float32 kernel: its rows and ours beside them are bfloat16, L = 0; its kernels
-tune themselves in the first call, and as many processes as fit compile their variants beforehand.
+tune themselves in the first call, and a process for every core compiles its share of their variants before.
 
 Each kernel runs in a process of its own. All compile at the same time; then each is timed while the others
 wait.
@@ -18,6 +18,7 @@ wait.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import os
@@ -77,6 +78,7 @@ def make(part: str) -> Callable[[], Scan]:
     if part.startswith("fla"):
         # fla would hand its work to flash-qla where that can be imported.
         sys.modules["flash_qla"] = None  # type: ignore[assignment]
+        tune_quickly()
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         return lambda: lambda q, k, v, log_decay, beta: chunk_gated_delta_rule(q, k, v, log_decay, beta)[0]
@@ -208,17 +210,31 @@ def prepare(scan: Scan, row: dict[str, Any], x: Inputs, repeats: int) -> tuple[A
         return run, None
 
 
+def tune_quickly() -> None:
+    """25 ms a variant where Triton's autotuner takes 125: fla has some hundred of them at each width."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    whole = Autotuner.__init__
+
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        whole(self, *args, **named)
+        self._do_bench = functools.partial(do_bench, warmup=5, rep=20)
+
+    Autotuner.__init__ = init
+
+
 def share(part: str, shapes: list[tuple[int, int]], number: int, of: int) -> None:
     """Compile one share of the variants among which fla's kernels choose, into Triton's cache."""
     from triton.runtime.autotuner import Autotuner
 
     whole = Autotuner.__init__
 
-    def less(self: Any, fn: Any, arg_names: Any, configs: Any, *rest: Any, **named: Any) -> None:
+    def init(self: Any, fn: Any, arg_names: Any, configs: Any, *rest: Any, **named: Any) -> None:
         configs = list(configs)
         whole(self, fn, arg_names, configs[number::of] or configs[:1], *rest, **named)
 
-    Autotuner.__init__ = less
+    Autotuner.__init__ = init
     scan, dtype = make(part)(), PARTS[part][0]
     for D in dict.fromkeys(D for _, D in shapes):
         x = inputs(CHECKED, D, 0, dtype)
