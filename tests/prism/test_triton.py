@@ -384,11 +384,14 @@ def test_no_product_becomes_the_instruction_that_is_compiled_wrongly(K, dtype):
     [
         ((128 * 4096, 4096, 1, 16, 16, 2), "resident"),
         ((64, 64, 16, 128, 128, 0), "resident"),  # a decoding step
-        ((255, 1, 1, 64, 64, 0), "resident"),
-        ((256, 1, 1, 64, 64, 0), "chunkwise"),
-        ((1023, 1, 1, 32, 32, 0), "resident"),
-        ((1024, 1, 1, 32, 32, 0), "chunkwise"),
-        ((1024 * 257, 257, 1, 32, 32, 0), "resident"),
+        ((511, 1, 1, 64, 64, 0), "resident"),
+        ((512, 1, 1, 64, 64, 0), "chunkwise"),
+        ((128 * 16, 16, 16, 64, 64, 0), "chunkwise"),
+        ((127 * 16, 16, 16, 64, 64, 0), "resident"),
+        ((128 * 15, 15, 16, 64, 64, 0), "resident"),
+        ((2047, 1, 1, 32, 32, 0), "resident"),
+        ((2048, 1, 1, 32, 32, 0), "chunkwise"),
+        ((2048 * 129, 129, 1, 32, 32, 0), "resident"),
         ((4096 * 4, 4, 16, 128, 128, 2), "chunkwise"),
         ((4096, 1, 1, 129, 16, 0), "resident"),
     ],
@@ -398,6 +401,8 @@ def test_the_implementation_is_chosen_by_shape(monkeypatch, shape, name):
 
     monkeypatch.setattr(_operator, "TRUSTED", (resident, chunkwise))
     assert _operator.choose(*shape).__name__ == f"prism.scan.triton.{name}"
+    if not INTERPRETED:
+        assert _operator.choose(*shape, torch.float32) is resident
     monkeypatch.setattr(_operator, "TRUSTED", (resident,))
     assert _operator.choose(*shape) is resident
 

@@ -18,6 +18,7 @@ import torch
 triton = pytest.importorskip("triton")
 from prism.scan.triton import _chunkwise_backward as backward  # noqa: E402
 from prism.scan.triton import _chunkwise_forward as forward  # noqa: E402
+from prism.scan.triton import _segments as segments  # noqa: E402
 from prism.scan.triton import chunkwise  # noqa: E402
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -40,16 +41,17 @@ FLOAT32 = {
         "rest",
     ),
     *("scratch", "gate_grad", "beta_grad", "write_gate_grad", "reads", "kept"),
+    *("transitions", "parts", "given", "out"),
 }
-INSTRUCTION = re.compile(r"(?:@!?U?P\d+ +)?(U[A-Z0-9_.]+|R2UR\S*|S2UR\S*) +(UR\d+|UP\d+),? ?(.*);")
-OFFSETS = {"spans", "offsets", "chunk_start"}
+OFFSETS = {"spans", "offsets", "chunk_start", "owner", "segments"}
 COUNTS = {"T", "chunks_per_row", "H", "HV", "L", "slices"}
 
 
 def programs(
     tuned: chunkwise.Tuning, K: int, V: int, writes: bool, packed: bool, states: bool
 ) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Name in `Tuning`, kernel and constants of everything that one forward and backward pass launches."""
+    """Name in `Tuning`, kernel and constants of everything that one forward and backward pass launches. What
+    two levels launch beside the passes of one counts to packed sequences, whose tables they share."""
     base = {"K": K, "C": tuned.chunk, "BK": K, "PACKED": packed, "DOT": "tf32x3"}
     slices, scan_slices = {"V": V, "BV": tuned.keys_grad.v_block}, {"V": V, "BV": tuned.scan.v_block}
     table = {} if packed else {"spans": None}
@@ -75,6 +77,17 @@ def programs(
     )
     unused = {**no_writes, **({} if writes else {"write_gate_grad": None})}
     yield "keys_grad", backward.keys_grad_kernel, {**base, **slices, **table, **unused, "WRITES": writes}
+    if packed:
+        at = {"K": K, "V": V, "C": tuned.chunk, "BK": K, "BV": tuned.segment.v_block, "DOT": "tf32x3"}
+        unused = {**({} if writes else {"write_state": None}), **({} if states else {"initial": None})}
+        yield "segment", segments.segment_kernel, {**at, **unused, "INITIAL": states, "WRITES": writes}
+    if packed and not writes:
+        unused = {} if states else {"d_final": None}
+        yield "segment_reverse", segments.segment_reverse_kernel, {**at, **unused, "FINAL": states}
+        at = {"K": K, "V": V, "BK": K, "BV": tuned.combine.v_block, "STEP": 32, "DOT": "tf32x3"}
+        given = {"GIVEN": states, **({} if states else {"given": None})}
+        for reverse in (False, True):
+            yield "combine", segments.combine_kernel, {**at, **given, "REVERSE": reverse}
 
 
 def machine_code(
@@ -96,8 +109,7 @@ def machine_code(
             signature[name] = f"*{kind}"
             attributes[(n,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": at.warps, "num_stages": at.stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=at.options)
     # A left operand in registers: `{sums}, {left}, descriptor`, not `{sums}, descriptor, descriptor`.
     assert not re.search(r"wgmma\.mma_async[^;]*?\}, *\{", compiled.asm["ptx"])
     binary = folder / "kernel.cubin"

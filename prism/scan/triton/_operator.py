@@ -43,30 +43,37 @@ TRUSTED = (resident,)
 """Implementations whose tests have passed on a GPU in their present form; `choose` takes no other."""
 
 
-def choose(T: int, N: int, HV: int, K: int, V: int, L: int) -> ModuleType:
+def choose(
+    T: int, N: int, HV: int, K: int, V: int, L: int, dtype: torch.dtype = torch.bfloat16
+) -> ModuleType:
     """The implementation for T tokens in all, N sequences, HV value heads, widths K, V and L writes a token.
 
-    | wider of K, V | mean length T / N | pairs N * HV | implementation           |
-    |---------------|-------------------|--------------|--------------------------|
-    | 33 to 128     | from 256          | any          | chunkwise, where trusted |
-    | up to 32      | from 1024         | up to 256    | chunkwise, where trusted |
-    | others        |                   |              | resident                 |
+    | dtype   | wider of K, V | mean length T / N | pairs N * HV | implementation |
+    |---------|---------------|-------------------|--------------|----------------|
+    | half    | 33 to 128     | from 512          | any          | chunkwise      |
+    | half    | 33 to 128     | from 128          | from 256     | chunkwise      |
+    | half    | up to 32      | from 2048         | up to 128    | chunkwise      |
+    | others  |               |                   |              | resident       |
 
     `resident` takes a step a token and needs many pairs to fill a GPU; `chunkwise` takes a step a chunk and
-    pays for products of tiles, least where heads are wide.
+    pays for products of tiles, least where heads are wide. In float32 those have no matrix instructions to
+    gain from, and `resident` is faster at every shape measured (benchmarks/NOTES.md). Triton's interpreter,
+    which has float32 alone, takes it as if it were half precision.
     """
-    width, length = max(K, V), T // max(N, 1)
-    if chunkwise not in TRUSTED or width > chunkwise.MAX_WIDTH or length < 256:
+    width, pairs, length = max(K, V), N * HV, T // max(N, 1)
+    if chunkwise not in TRUSTED or width > chunkwise.MAX_WIDTH:
         return resident
-    if width <= 32 and (length < 1024 or N * HV > 256):
+    if dtype == torch.float32 and not INTERPRETED:
         return resident
-    return chunkwise
+    if width > 32:
+        return chunkwise if length >= 512 or (length >= 128 and pairs >= 256) else resident
+    return chunkwise if length >= 2048 and pairs <= 128 else resident
 
 
 def _choose(q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | None) -> ModuleType:
     B, T, _, K = q.shape
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return choose(B * T, N, v.shape[2], K, v.shape[3], 0 if write_k is None else write_k.shape[3])
+    return choose(B * T, N, v.shape[2], K, v.shape[3], 0 if write_k is None else write_k.shape[3], q.dtype)
 
 
 def _run(
@@ -270,7 +277,7 @@ class _Transformed(torch.autograd.Function):
 
 def apply(*inputs: Any) -> tuple[Tensor, Tensor]:
     """The canonical inputs of `prism.scan._inputs`; returns o and the final state."""
-    # Out here a copy is made once, not again for backward, and a compiler writes it where it makes the tensor.
+    # Out here a copy is made once, not again for backward; a compiler writes it where it makes the tensor.
     inputs = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in inputs)
     grad = torch.is_grad_enabled()
     if torch.compiler.is_compiling():

@@ -110,8 +110,8 @@ def segment_chunks(tokens: int, sequences: int, HV: int, V: int, C: int) -> int:
     """
     pieces = FULL // max(1, sequences * HV * ((V + 63) // 64))
     chunks = (tokens + sequences * C - 1) // (max(1, sequences) * C)
-    length = (chunks + pieces - 1) // max(1, pieces)
-    return length if pieces >= 3 and length >= 16 else 0
+    length = max(16, (chunks + pieces - 1) // max(1, pieces))
+    return length if pieces >= 3 and chunks > 2 * length else 0
 
 
 def widths(dtype: torch.dtype, K: int, V: int) -> tuple[int, int]:
