@@ -588,6 +588,28 @@ def test_compiles_under_vmap(device):
 
 
 @pytest.mark.parametrize("device", PLACES)
+def test_a_trace_sees_the_copies_that_make_inputs_contiguous(device):
+    """Inside the operators a compiler could not fuse them, and backward would copy once more."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = members(2, device)
+    wide = {name: torch.cat([value, value], -1) for name, value in x.items()}
+
+    def run(*wide):
+        leaves = [value[..., : value.shape[-1] // 2].requires_grad_() for value in wide]
+        assert not any(value.is_contiguous() for value in leaves)
+        return torch.autograd.grad(torch.func.vmap(step)(*leaves).sum(), leaves)
+
+    traced = make_fx(run, tracing_mode="fake")(*wide.values())
+    calls = [node for node in traced.graph.nodes if str(node.target).startswith("prism.triton_scan")]
+    assert len(calls) == 2
+    for call in calls:
+        tensors = [arg.meta["val"] for arg in call.args if isinstance(arg, torch.fx.Node)]
+        assert len(tensors) >= 7
+        assert all(value.is_contiguous() for value in tensors)
+
+
+@pytest.mark.parametrize("device", PLACES)
 def test_operator_passes_the_checks_of_torch(device):
     from prism.scan.triton import _operator
 
