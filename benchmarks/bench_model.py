@@ -18,21 +18,21 @@ Modes: "eager"; "compiled": every block by torch.compile as one graph, and the l
 the graph breaks that its layer asks for, and "skeleton": only what is around its layer, which runs its own
 fused kernels. Parts run in processes of their own: first all build, are checked and compile side by side,
 then each is timed alone. The check, before any timing: gradients of one batch against those of the same
-weights in float32 on the `chunked` backend, uncompiled. Times are medians of single steps by CUDA events.
+weights in float32 on the `chunked` backend, uncompiled. Times are medians of single steps by CUDA events: of
+the whole step replayed from a CUDA graph, and launched by the host, which may be slower than the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import itertools
 import json
 import math
 import os
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,11 @@ from prism import PrismConfig, PrismMixer, PrismModel
 from prism._hookpoints import HookPoints
 from prism._init import Initializer
 from prism.mixer import MIXERS, register
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from _model_report import figure, table
+from _turns import Part, report, take_turns, wait_for_turn
 
 NEEDS_GPU = True
 TOKENS = 2**14
@@ -180,11 +185,12 @@ def optimiser(model: nn.Module) -> torch.optim.Optimizer:
         return p.ndim > 1 and not getattr(p, "_no_weight_decay", False)
 
     parameters = list(model.parameters())
+    capturable = parameters[0].is_cuda
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if decays(p)], "weight_decay": 0.1},
         {"params": [p for p in parameters if not decays(p)], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True, capturable=capturable)
 
 
 def batch(T: int, vocab: int, tokens: int = TOKENS, device: str = "cuda", seed: int = 1) -> Tensor:
@@ -236,29 +242,53 @@ def check(
     return row
 
 
-def measure(step: Callable[[], Tensor], steps: int) -> dict[str, Any]:
+def times(step: Callable[[], Tensor], steps: int) -> list[float]:
+    """Milliseconds of each step; ValueError where the last loss is not finite."""
     for _ in range(3):
         step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     events[0].record()
     for event in events[1:]:
         last = step()
         event.record()
     torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-    median = statistics.median(times)
     if not math.isfinite(float(last)):
-        raise RuntimeError(f"expected a finite loss, came {float(last)}")
-    return {
-        "ms": median,
-        "ms_range": [min(times), max(times)],
-        "n": steps,
-        "tokens_per_second": 1e3 * TOKENS / median,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "loss_last": float(last),
-    }
+        raise ValueError(f"loss: expected a finite number, came {float(last)}")
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+
+def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The step as one CUDA graph. It must have run before, so that nothing is compiled or tuned inside."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        last = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return last
+
+    return replay
+
+
+def measure(step: Callable[[], Tensor], steps: int) -> dict[str, Any]:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    launched = times(step, steps)
+    row: dict[str, Any] = {"n": steps, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    row |= {"ms_launched": statistics.median(launched), "ms_launched_range": [min(launched), max(launched)]}
+    try:
+        replayed = times(captured(step), steps)
+    except Exception as failure:  # a layer that cannot be captured is timed as it can be run
+        torch.cuda.synchronize()
+        row["graph"], replayed = f"{type(failure).__name__}: {failure}"[:300], launched
+    median = statistics.median(replayed)
+    row |= {"ms": median, "ms_range": [min(replayed), max(replayed)], "loss_last": float(step())}
+    return row | {"tokens_per_second": 1e3 * TOKENS / median}
 
 
 GROUPS = {
@@ -294,9 +324,10 @@ def profile(step: Callable[[], Tensor], steps: int = 3) -> tuple[dict[str, float
 
 
 def run_part(name: str, args: argparse.Namespace) -> None:
-    """Builds, checks and warms up, says so on stdout, waits for a line on stdin, then times; a JSON object a
-    line, so that a part that is stopped half-way keeps what it has measured."""
+    """Builds, checks and warms up, waits for its turn, then times; every row also goes to a file at once."""
     arm = ARMS[name]
+    if arm.mixer == "fla":
+        tune_quickly()
     shapes = {T: batch(T, FULL_SIZE.vocab) for T in args.lengths}
     runs = []
     for mode in arm.modes if args.modes is None else [mode for mode in arm.modes if mode in args.modes]:
@@ -308,8 +339,7 @@ def run_part(name: str, args: argparse.Namespace) -> None:
         model.zero_grad()
         runs.append((mode, model, loss, found))
         torch.cuda.empty_cache()
-    print("ready", flush=True)
-    sys.stdin.readline()
+    wait_for_turn()
     for mode, model, loss, found in runs:
         for T, tokens in shapes.items():
             row: dict[str, Any] = {"arm": name, "mode": mode, "T": T, "B": len(tokens), "L": arm.L}
@@ -328,9 +358,24 @@ def run_part(name: str, args: argparse.Namespace) -> None:
                         path.write_text("\n".join(lines) + "\n")
             except Exception as failure:  # one row that fails must not hide the others
                 row["failed"] = f"{type(failure).__name__}: {failure}"[:500]
-            with args.out.open("a") as file:
+            with args.out.with_suffix(".jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
+            report(row)
             torch.cuda.empty_cache()
+
+
+def tune_quickly() -> None:
+    """20 ms a variant where Triton's autotuner takes 125: fla has a hundred and more of them."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    whole = Autotuner.__init__
+
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        whole(self, *args, **named)
+        self._do_bench = functools.partial(do_bench, warmup=5, rep=15)
+
+    Autotuner.__init__ = init
 
 
 def scan_of(arm: Arm, T: int) -> str:
@@ -343,119 +388,17 @@ def scan_of(arm: Arm, T: int) -> str:
     return choose(TOKENS, TOKENS // T, heads, width, width, arm.L).__name__.rsplit(".", 1)[-1]
 
 
-def run(parts: list[str], args: argparse.Namespace, lines: Path) -> None:
-    """All parts up to `--jobs` at a time until they are ready; then one after the other."""
-    command = [sys.executable, __file__, "--out", str(lines), "--steps", str(args.steps), "--lengths"]
+def run(names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    command = [sys.executable, __file__, "--out", str(args.out), "--steps", str(args.steps), "--lengths"]
     command += [*map(str, args.lengths), *(["--modes", *args.modes] if args.modes else [])]
     command += ["--profiles", str(args.profiles)] if args.profiles else []
-    waiting, starting, ready = list(parts), [], []
-    while waiting or starting:
-        while waiting and len(starting) < args.jobs:
-            env = dict(os.environ)
-            if ARMS[waiting[0]].mixer == "fla":
-                env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", "."), str(args.peers.resolve())])
-            part = waiting.pop(0)
-            pipe = subprocess.PIPE
-            process = subprocess.Popen(
-                [*command, "--part", part], env=env, stdin=pipe, stdout=pipe, text=True
-            )
-            starting.append((part, process, time.monotonic()))
-        part, process, since = starting.pop(0)
-        assert process.stdout is not None
-        # Peers print while they compile.
-        found = any(line.strip() == "ready" for line in process.stdout)
-        said = "ready" if found else "ended early"
-        print(f"part {part}: {said} after {time.monotonic() - since:.0f} s", flush=True)
-        if found:
-            ready.append((part, process))
-    for part, process in ready:
-        try:
-            process.communicate("go\n", timeout=args.seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            print(f"part {part} was stopped after {args.seconds} s", flush=True)
-
-
-def best(rows: list[dict]) -> dict[tuple[str, int], dict]:
-    """The faster mode of every arm and T."""
-    found: dict[tuple[str, int], dict] = {}
-    for row in rows:
-        key = row["arm"], row["T"]
-        if "ms" in row and (key not in found or row["ms"] < found[key]["ms"]):
-            found[key] = row
-    return found
-
-
-def table(rows: list[dict]) -> str:
-    base = {T: row for (arm, T), row in best(rows).items() if arm == "L = 0"}
-    columns = [
-        "arm",
-        "mode",
-        "parameters (M)",
-        "T",
-        "ms a step",
-        "tokens/s",
-        "of L = 0, same mode",
-        "of best L = 0",
-    ]
-    columns += ["peak GiB", "gradient error", "scan"]
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    for row in rows:
-        cells = [row["arm"], row["mode"], f"{row['parameters'] / 1e6:.1f}", str(row["T"])]
-        if "failed" in row:
-            cells.append(row["failed"].replace("|", "/").replace("\n", " "))
-            lines.append("| " + " | ".join([*cells, *[""] * (len(columns) - len(cells))]) + " |")
-            continue
-        same = [
-            r for r in rows if (r["arm"], r["mode"], r["T"]) == ("L = 0", row["mode"], row["T"]) and "ms" in r
-        ]
-        cells += [f"{row['ms']:.2f}", f"{row['tokens_per_second']:,.0f}"]
-        cells.append(f"{same[0]['ms'] / row['ms']:.3f}" if same else "-")
-        cells.append(f"{base[row['T']]['ms'] / row['ms']:.3f}" if row["T"] in base else "-")
-        cells += [f"{row['peak_gib']:.1f}", f"{row['check']['gradient_error']:.1e}"]
-        lines.append("| " + " | ".join([*cells, row["scan"]]) + " |")
-    return "\n".join(lines)
-
-
-def figure(document: dict, stem: Path) -> Path:
-    """Tokens/s against T, and as a share of L = 0: the fastest mode of every arm."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from ablations.figures import look_of, paper_style, save
-
-    rows = best(document["rows"])
-    arms = [arm for arm in ("L = 0", "L = 1", "L = 2", "L = 4", "fla") if any(a == arm for a, _ in rows)]
-    names = {"fla": "fla GatedDeltaNet layer", "L = 0": "L = 0 (Gated DeltaNet)"}
-    lengths = sorted({T for _, T in rows})
-    with paper_style():
-        drawn, (speed, share) = plt.subplots(1, 2, figsize=(6.4, 2.7), layout="constrained", sharex=True)
-        for arm, look in look_of(arms).items():
-            found = [rows.get((arm, T)) for T in lengths]
-            tokens = [row["tokens_per_second"] / 1e3 if row else math.nan for row in found]
-            of_base = [
-                row["tokens_per_second"] / rows["L = 0", T]["tokens_per_second"]
-                if row and ("L = 0", T) in rows
-                else math.nan
-                for row, T in zip(found, lengths, strict=True)
-            ]
-            speed.plot(lengths, tokens, label=names.get(arm, arm), **look)
-            share.plot(lengths, of_base, **look)
-        share.axhline(0.85, color="0.6", linewidth=0.7, linestyle=":")
-        for ax in (speed, share):
-            ax.set_xscale("log", base=2)
-            ax.set_xticks(lengths, [f"{T // 1024}K" for T in lengths])
-            ax.minorticks_off()
-            ax.set_xlabel("sequence length T")
-            ax.set_ylim(bottom=0)
-        speed.set_ylabel("thousand tokens a second")
-        share.set_ylabel("tokens a second over L = 0's")
-        drawn.legend(loc="outside lower center", ncols=3, frameon=False)
-        path = save(drawn, stem)
-        plt.close(drawn)
-    return path
+    parts = []
+    for name in names:
+        env = dict(os.environ)
+        if ARMS[name].mixer == "fla":
+            env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", "."), str(args.peers.resolve())])
+        parts.append(Part(name, [*command, "--part", name], env))
+    return take_turns(parts, args.seconds, args.turn, None)
 
 
 def version(package: str) -> str | None:
@@ -474,8 +417,8 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=("compiled", "skeleton", "eager"), help="default: all")
     parser.add_argument("--lengths", nargs="+", type=int, choices=LENGTHS, default=list(LENGTHS))
     parser.add_argument("--steps", type=int, default=15, help="timed steps of a row")
-    parser.add_argument("--jobs", type=int, default=1, help="parts that build and compile side by side")
-    parser.add_argument("--seconds", type=int, default=300, help="limit of the timing of one part")
+    parser.add_argument("--seconds", type=float, default=900, help="for all parts to compile; others end")
+    parser.add_argument("--turn", type=float, default=120, help="seconds for one part to be timed")
     parser.add_argument("--out", type=Path, default=RESULTS / "model_h200.json")
     parser.add_argument("--profiles", type=Path, help="folder for a list of kernels a row, at T = 4,096")
     parser.add_argument("--figure", action="store_true", help="run nothing, draw what --out holds")
@@ -495,7 +438,7 @@ def main() -> None:
                 folder.mkdir(parents=True, exist_ok=True)
         lines = args.out.with_suffix(".jsonl")
         lines.unlink(missing_ok=True)
-        run(parts, args, lines)
+        rows = run(parts, args)
         if args.peers:
             sys.path.append(str(args.peers))
         document = {
@@ -505,10 +448,10 @@ def main() -> None:
             "tokens_a_batch": TOKENS,
             "size": vars(FULL_SIZE),
             "precision": "float32 weights and residual stream, bfloat16 autocast, fused AdamW",
-            "rows": [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else [],
+            "rows": rows,
         }
-        lines.unlink(missing_ok=True)
         args.out.write_text(json.dumps(document, indent=1) + "\n")
+        lines.unlink(missing_ok=True)
     document = json.loads(args.out.read_text())
     print(table(document["rows"]))
     for row in document["rows"]:
