@@ -7,6 +7,7 @@ as a line `ROW {json}`; what else it prints is passed on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -47,13 +48,14 @@ class Part:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line == "READY\n":
-                self.ready.set()
-            elif line.startswith("ROW "):
-                self.lines.append(line[4:])
-            else:
-                print(f"{self.name}: {line}", end="", flush=True)
+        with self.process.stdout as lines:
+            for line in lines:
+                if line == "READY\n":
+                    self.ready.set()
+                elif line.startswith("ROW "):
+                    self.lines.append(line[4:])
+                else:
+                    print(f"{self.name}: {line}", end="", flush=True)
         self.process.wait()
         self.done.set()
         self.ready.set()
@@ -67,10 +69,10 @@ class Part:
     def rows(self, seconds: float) -> list[dict[str, Any]]:
         """Its results, once it has had its turn; those printed so far if it takes longer."""
         assert self.process.stdin is not None
-        if not self.done.is_set():
-            print("go", file=self.process.stdin, flush=True)
-            self.done.wait(seconds)
-            self.stop_unless(self.done)
+        with contextlib.suppress(BrokenPipeError), self.process.stdin as line:
+            line.write("go\n")
+        self.done.wait(seconds)
+        self.stop_unless(self.done)
         if self.process.returncode:
             print(f"{self.name} ended with exit code {self.process.returncode}", flush=True)
         return [json.loads(line) for line in self.lines]

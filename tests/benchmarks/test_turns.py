@@ -1,0 +1,89 @@
+"""Benchmarks whose parts compile together and are timed in turn, and what the tables make of their rows."""
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return load("_turns")
+
+
+def part(turns, name, *lines):
+    start = f"import sys, time; sys.path.insert(0, {str(FOLDER)!r}); from _turns import report, wait_for_turn"
+    return turns.Part(name, [sys.executable, "-c", "\n".join([start, *lines])])
+
+
+def test_parts_are_timed_one_after_the_other_once_all_are_ready(turns):
+    timed = ["wait_for_turn()", "a = time.time(); time.sleep(0.2); report({'from': a, 'to': time.time()})"]
+    parts = [
+        part(turns, "late", "time.sleep(0.5)", "ready = time.time()", *timed, "report({'ready': ready})"),
+        part(turns, "early", *timed),
+    ]
+    late, ready, early = turns.take_turns(parts, 60, 60, None)
+    assert ready["ready"] <= late["from"]
+    assert late["to"] <= early["from"]
+
+
+def test_what_is_late_or_slow_or_broken_costs_its_own_rows_alone(turns, capfd, tmp_path):
+    parts = [
+        part(turns, "good", "wait_for_turn()", "report({'n': 1})", "print('by the way')"),
+        part(turns, "never", "time.sleep(600)"),
+        part(turns, "slow", "wait_for_turn()", "report({'n': 2})", "time.sleep(600)"),
+        part(turns, "broken", "raise SystemExit(3)"),
+    ]
+    started = time.perf_counter()
+    assert turns.take_turns(parts, 8, 2, None) == [{"n": 1}, {"n": 2}]
+    assert time.perf_counter() - started < 60
+    said = capfd.readouterr().out
+    assert "good: by the way" in said
+    for line in ("never was stopped", "slow was stopped", "broken ended with exit code 3"):
+        assert line in said
+    assert all(each.process.poll() is not None for each in parts)
+
+
+def test_nothing_is_timed_before_the_gate(turns, tmp_path):
+    gate = tmp_path / "gate"
+    opener = part(turns, "opener", "time.sleep(0.5)", f"open({str(gate)!r}, 'w').write(str(time.time()))")
+    (row,) = turns.take_turns(
+        [part(turns, "x", "wait_for_turn()", "report({'at': time.time()})")], 60, 60, gate
+    )
+    assert opener.rows(60) == []
+    assert row["at"] >= float(gate.read_text())
+
+
+def test_ratios_are_to_the_fastest_of_a_rivals_rows(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    bench = load("bench_scan_tiny")
+    shape = {"sequences": 512, "D": 16, "L": 0, "errors": {"o": 1e-7, "q": 1e-6}}
+    rows = [
+        {"kernel": "prism float32", **shape, "eager_us": 100.0, "graph_us": 10.0},
+        {"kernel": "chunked C=16 float32", **shape, "eager_us": 600.0, "graph_us": 160.0},
+        {"kernel": "chunked C=32 float32", **shape, "eager_us": 700.0, "graph_us": 45.0},
+        {"kernel": "chunked C=64 float32", **shape, "failed": "RuntimeError: no"},
+        {"kernel": "prism bfloat16", **shape, "eager_us": 50.0, "graph_us": 10.0},
+        {"kernel": "fla bfloat16", **shape, "eager_us": 650.0, "not_captured": "CUDA error: capture"},
+    ]
+    assert [line.split(": ", 1)[1] for line in bench.verdicts(rows)] == [
+        "4.5 times chunked C=32 float32 (BELOW the must; must 5, aim 15)",
+        "6.0 times chunked C=16 float32 (must reached; must 5, aim 15)",
+        "13.0 times fla bfloat16 (aim reached; must 4, aim 12)",
+    ]
+    table = bench.table(rows)
+    assert "| 6.0, 16.0 |" in table
+    assert "RuntimeError: no" in table
+    assert "CUDA error: capture" in table
