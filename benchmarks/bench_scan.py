@@ -2,28 +2,35 @@
 
     PYTHONPATH=. python benchmarks/bench_scan.py                 # our kernels alone
     PYTHONPATH=. python benchmarks/bench_scan.py --peers DIR     # DIR holds fla, tilelang, flash_qla ...
+    PYTHONPATH=. python benchmarks/bench_scan.py --parts choice  # where `choose` draws its borders
     PYTHONPATH=. python benchmarks/bench_scan.py --tiny          # many short sequences: bench_scan_tiny.py
 
-Every kernel runs in a process of its own, correctness before timing: relative error |x - r| / |r| of the
+Every part runs in a process of its own, correctness before timing: relative error |x - r| / |r| of the
 output and of the gradients against `chunked` in float64, on inputs rounded to bfloat16 first and with NaN in
 memory not yet written. Times are medians of triton.testing.do_bench, in milliseconds; a forward pass is timed
 with gradients required, so that it keeps what the backward pass needs, except where the row says `inference`.
-fla hands its work to flash-qla where that can be imported: the process that times fla cannot see it.
+All parts compile at the same time; then each is timed while the others wait (`_turns.py`). fla tunes itself,
+in its turn, in a quarter of Triton's time for it; it hands its work to flash-qla where that can be imported:
+the processes that time fla cannot see it.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import hashlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import triton
+from _turns import Part, report, wait_for_turn
+from bench_scan_tiny import tune_quickly, version
 from torch import Tensor
 
 SHAPES = {
@@ -34,7 +41,14 @@ SHAPES = {
 }
 FIRST = "4x4096x16x128"
 # 128 K tokens, H = 16, D = 128: does the time depend on how they are cut into sequences?
-LENGTHS = {f"{2**17 // T}x{T}x16x128": (2**17 // T, T, 16, 128) for T in (2048, 8192, 65536)}
+LENGTHS = {f"{2**17 // T}x{T}x16x128": (2**17 // T, T, 16, 128) for T in (2048, 8192, 32768, 65536)}
+# Sequences of one head, on both sides of the borders that `choose` draws between implementations.
+BORDERS = {
+    f"{pairs}x{T}x1x{D}": (pairs, T, 1, D)
+    for D, lengths in ((16, (1024, 4096)), (32, (1024, 4096)), (64, (128, 256, 512)), (128, (128, 256, 512)))
+    for T in lengths
+    for pairs in (16, 128, 256, 1024)
+}
 COPY = (
     4.27e12  # bytes/s of a device-to-device copy on the H200, read plus written: what floors are counted with
 )
@@ -42,6 +56,7 @@ NAMES = ("q", "k", "v", "log_decay", "beta", "write_k", "write_v")
 Inputs = dict[str, Tensor]
 Scan = Callable[..., Tensor]
 
+ALL = {**SHAPES, **LENGTHS, **BORDERS}
 NEEDS_GPU = True
 
 
@@ -85,24 +100,25 @@ def errors(scan: Scan, shape: tuple[int, int, int, int], L: int) -> dict[str, fl
     do = torch.randn_like(x["v"])
     exact = {n: a.double().requires_grad_() for n, a in x.items()}
     o, _ = chunked(*(exact.get(n) for n in NAMES), D**-0.5, None, None)
-    reference = dict(
-        zip(("o", *x), (o, *torch.autograd.grad(o, list(exact.values()), do.double())), strict=True)
-    )
+    grads = torch.autograd.grad(o, list(exact.values()), do.double())
+    reference = dict(zip(("o", *x), (o.detach(), *grads), strict=True))
     leaves = {n: a.clone().requires_grad_() for n, a in x.items()}
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     o = scan(**leaves)
-    found = dict(zip(("o", *x), (o, *torch.autograd.grad(o, list(leaves.values()), do)), strict=True))
+    found = dict(
+        zip(("o", *x), (o.detach(), *torch.autograd.grad(o, list(leaves.values()), do)), strict=True)
+    )
     torch.use_deterministic_algorithms(False)
     return {n: float((found[n].double() - r).norm() / r.norm()) for n, r in reference.items()}
 
 
-def measure(scan: Scan, shape: tuple[int, int, int, int], L: int) -> dict[str, float]:
-    x = inputs(shape, L)
-    do = torch.randn_like(x["v"])
+def measure(scan: Scan, x: Inputs) -> dict[str, float]:
+    """Milliseconds of `scan` on x, and the memory that a forward and backward pass takes beyond x."""
     median = {"return_mode": "median", "warmup": 10, "rep": 60}
     with torch.no_grad():
         inference = triton.testing.do_bench(lambda: scan(**x), **median)
     leaves = {n: a.requires_grad_() for n, a in x.items()}
+    do = torch.randn_like(scan(**leaves))
 
     def both() -> None:
         torch.autograd.grad(scan(**leaves), list(leaves.values()), do)
@@ -133,21 +149,83 @@ def kernel_times(scan: Scan, shape: tuple[int, int, int, int], L: int) -> dict[s
     return {name: sorted(t)[len(t) // 2] for name, t in times.items()}
 
 
-def ours() -> Scan:
-    from prism.scan.triton import _operator, chunkwise
+def ours(name: str = "chunkwise") -> Scan:
+    from prism.scan.triton import _operator
 
-    # The long path is under test, whatever `choose` would take.
-    _operator.choose = lambda *_: chunkwise
+    # The implementation under test, whatever `choose` would take.
+    _operator.choose = lambda *_: getattr(_operator, name)
     from prism import prism_scan
 
     return lambda **x: prism_scan(**x, backend="triton", validate=False)[0]
 
 
-def fla() -> Scan:
+def without_flash_qla() -> None:
     sys.modules["flash_qla"] = None  # type: ignore[assignment]
+    tune_quickly()
+
+
+def fla() -> Scan:
+    without_flash_qla()
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return lambda q, k, v, log_decay, beta: chunk_gated_delta_rule(q, k, v, log_decay, beta)[0]
+
+
+def interleaved(*x: Tensor) -> Tensor:
+    """[B, T, H, ...] of each sub-token as [B, T * len(x), H, ...]."""
+    return torch.stack(x, 2).flatten(1, 2)
+
+
+def subtokens(q, k, v, log_decay, beta, write_k, write_v) -> Inputs:  # type: ignore[no-untyped-def]
+    """L writes as a diagonal-plus-low-rank rule on L + 1 sub-tokens a token: the first decays, erases and
+    writes beta v k^T, its erasing vector reading the state before the decay; the others write; the last is
+    read."""
+    first, rest = [k], list(write_k.unbind(3))
+    zero = torch.zeros_like(k)
+    none = [zero] * len(rest)
+    decay = log_decay[..., None].expand_as(k).float()
+    erase = -(log_decay.exp() * beta)[..., None] * k
+    return {
+        "q": interleaved(*none, q),
+        "k": interleaved(*first, *rest),
+        "v": interleaved((beta[..., None] * v).to(v.dtype), *write_v.unbind(3)),
+        "a": interleaved(erase.to(k.dtype), *none),
+        "b": interleaved(k, *none),
+        "gk": interleaved(decay, *[zero.float()] * len(rest)),
+    }
+
+
+def fla_dplr() -> Scan:
+    without_flash_qla()
+    from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule
+
+    def scan(gk: Tensor, **x: Tensor) -> Tensor:
+        return chunk_dplr_delta_rule(**x, gk=gk)[0]
+
+    return scan
+
+
+def householders(q, k, v, log_decay, beta, write_k, write_v) -> Inputs:  # type: ignore[no-untyped-def]
+    """As many erasing writes a token as L writes and the base write; not the same function."""
+    steps = write_k.shape[3] + 1
+    return {
+        "q": q,
+        "k": interleaved(k, *write_k.unbind(3)),
+        "v": interleaved(v, *write_v.unbind(3)),
+        "g": log_decay,
+        "beta": interleaved(*[beta] * steps),
+    }
+
+
+def fla_product() -> Scan:
+    without_flash_qla()
+    from fla.ops.gated_delta_product import chunk_gated_delta_product
+
+    def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        steps = k.shape[1] // q.shape[1]
+        return chunk_gated_delta_product(q, k, v, g, beta, num_householder=steps)[0]
+
+    return scan
 
 
 def flash_qla() -> Scan:
@@ -157,71 +235,119 @@ def flash_qla() -> Scan:
 
 
 def sdpa() -> Scan:
-    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        zero = 0 * (
-            log_decay.sum() + beta.sum()
-        )  # softmax attention has neither: keeps their gradients defined
-        return (
-            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2) + zero
-        )
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
     return attend
 
 
-# name: (implementation, shapes, write counts, whether it computes the same function)
-PARTS: dict[str, tuple[Callable[[], Scan], tuple[str, ...], tuple[int, ...], bool]] = {
-    "prism": (ours, (*SHAPES, *LENGTHS), (0, 2), True),
-    "fla": (fla, tuple(SHAPES), (0,), True),
-    "flash-qla": (flash_qla, (FIRST, "1x32768x16x128"), (0,), True),
-    "sdpa": (sdpa, (FIRST,), (0,), False),
+class Kind(NamedTuple):
+    make: Callable[[], Scan]
+    shapes: dict[str, tuple[int, int, int, int]]
+    writes: tuple[int, ...]
+    convert: Callable[..., Inputs] | None = None  # to what the kernel takes, outside of what is timed
+    same: bool = True  # it computes the same function
+    tunes: bool = False  # it tunes itself in its first call: in its own turn, then
+
+
+def only(*names: str) -> dict[str, tuple[int, int, int, int]]:
+    return {n: SHAPES[n] for n in names}
+
+
+PARTS = {
+    "prism": Kind(ours, {**SHAPES, **LENGTHS}, (0, 2)),
+    "choice": Kind(ours, BORDERS, (0,)),
+    "fla": Kind(fla, SHAPES, (0,), tunes=True),
+    "fla product": Kind(fla_product, only(FIRST), (2,), householders, same=False, tunes=True),
+    "fla DPLR": Kind(fla_dplr, only(FIRST), (2,), subtokens, tunes=True),
+    "flash-qla": Kind(flash_qla, only(FIRST, "1x32768x16x128"), (0,)),
+    "sdpa": Kind(
+        sdpa, only(FIRST), (0,), lambda q, k, v, log_decay, beta: {"q": q, "k": k, "v": v}, same=False
+    ),
 }
 
 
-def run_part(name: str, shapes: list[str] | None, out: Path) -> None:
-    """One JSON object a line: a part that is stopped half-way keeps what it has measured."""
-    make, all_shapes, counts, same = PARTS[name]
-    scan = make()
-    for shape_name in all_shapes if shapes is None else [s for s in all_shapes if s in shapes]:
-        shape = {**SHAPES, **LENGTHS}[shape_name]
-        for L in counts:
-            row: dict[str, object] = {"kernel": name, "shape": shape_name, "L": L}
+def attempts(
+    name: str, shapes: list[str] | None
+) -> Iterator[tuple[Kind, str, tuple[int, int, int, int], int]]:
+    kind = PARTS[name]
+    for shape_name, shape in kind.shapes.items():
+        if shapes is None or shape_name in shapes:
+            for L in kind.writes:
+                yield kind, shape_name, shape, L
+
+
+def whole(kind: Kind, scan: Scan) -> Scan:
+    """`scan` of our inputs, of the last sub-token of each token."""
+
+    def run(**x: Tensor) -> Tensor:
+        o = scan(**(x if kind.convert is None else kind.convert(**x)))
+        steps = o.shape[1] // x["v"].shape[1]
+        return o[:, steps - 1 :: steps]
+
+    return run
+
+
+def run_part(name: str, shapes: list[str] | None) -> None:
+    """Reports a row at a time: a part that is stopped half-way keeps what it has measured."""
+    if name == "choice":
+        wait_for_turn()
+        for _, shape_name, shape, L in attempts(name, shapes):
+            for implementation in ("resident", "chunkwise"):
+                times = measure(ours(implementation), inputs(shape, L))
+                report({"kernel": implementation, "shape": shape_name, "L": L, **times})
+        return
+    kind = PARTS[name]
+    scan = kind.make()
+    checked: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def check(shape_name: str, shape: tuple[int, int, int, int], L: int) -> None:
+        row = checked[shape_name, L] = {"kernel": name, "shape": shape_name, "L": L}
+        try:
+            if kind.same:
+                row["errors"] = errors(whole(kind, scan), shape, L)
+        except Exception as failure:  # a peer that refuses a shape is a result, and is reported as one
+            row["failed"] = f"{type(failure).__name__}: {failure}"[:300]
+            if name == "prism":
+                raise
+        torch.cuda.empty_cache()
+
+    if not kind.tunes:
+        for _, *what in attempts(name, shapes):
+            check(*what)
+    wait_for_turn()
+    for _, shape_name, shape, L in attempts(name, shapes):
+        if kind.tunes:
+            check(shape_name, shape, L)
+        row = checked[shape_name, L]
+        if "failed" not in row:
             try:
-                if same:
-                    row["errors"] = errors(scan, shape, L)
-                row.update(measure(scan, shape, L))
+                x = inputs(shape, L)
+                row |= measure(scan, x if kind.convert is None else kind.convert(**x))
                 if name == "prism":
                     row["kernel_us"] = kernel_times(scan, shape, L)
-            except Exception as failure:  # a peer that refuses a shape is a result, and is reported as one
+            except Exception as failure:
                 row["failed"] = f"{type(failure).__name__}: {failure}"[:300]
                 if name == "prism":
                     raise
-            finally:
-                with out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-            torch.cuda.empty_cache()
+        report(row)
+        torch.cuda.empty_cache()
 
 
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """Rows in order, with ratios to the peers' L = 0 on the same shape: above 1, ours is faster."""
-    base = {(r["kernel"], r["shape"]): r for r in rows if "both" in r}
+    base = {(r["kernel"], r["shape"]): r for r in rows if "both" in r and r["L"] == 0}
     columns = [
         *("B, T, H, D", "kernel", "L", "inference ms", "forward ms", "fwd + bwd ms", "over floor: fwd, both"),
         *("peak MiB", "error: o, worst gradient", "fla / this: fwd, both", "flash-qla / this: fwd, both"),
     ]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for r in rows:
-        shape = {**SHAPES, **LENGTHS}[r["shape"]]
+        shape = ALL[r["shape"]]
         cells = [", ".join(map(str, shape)), r["kernel"], str(r["L"])]
-        if "failed" in r:
-            cells.append(r["failed"].replace("|", "/"))
+        if "both" not in r:
+            cells.append(r.get("failed", "not timed").replace("|", "/"))
             lines.append("| " + " | ".join([*cells, *[""] * (len(columns) - len(cells))]) + " |")
             continue
         floors = floor_ms(shape, r["L"])
@@ -240,6 +366,51 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def verdicts(rows: list[dict[str, Any]]) -> list[str]:
+    """Each target that the rows allow to judge; ratios above 1 say that ours is better."""
+    at = {(r["kernel"], r["shape"], r["L"]): r for r in rows if "both" in r}
+    found: list[tuple[str, float, float, float]] = []
+
+    def judge(what: str, peer: tuple[str, str, int], L: int, column: str, must: float, aim: float) -> None:
+        mine = at.get(("prism", peer[1], L))
+        if mine and peer in at:
+            found.append((f"{what}, {peer[1]}", at[peer][column] / mine[column], must, aim))
+
+    for shape in SHAPES:
+        judge("L = 0 forward against fla", ("fla", shape, 0), 0, "forward", 1, 1.5)
+        judge("L = 0 both against fla", ("fla", shape, 0), 0, "both", 1.5, 2.5)
+        judge("L = 2 both against fla's L = 0", ("fla", shape, 0), 2, "both", 1, 1.5)
+        judge("L = 0 peak memory against fla", ("fla", shape, 0), 0, "peak_mib", 1, 1 / 0.7)
+    judge("L = 0 both against flash-qla", ("flash-qla", FIRST, 0), 0, "both", 0.5, 1)
+    judge("L = 2 both against flash-qla's L = 0", ("flash-qla", FIRST, 0), 2, "both", 1 / 4, 1 / 2.1)
+    judge("L = 2 both against fla's DPLR", ("fla DPLR", FIRST, 2), 2, "both", 6, 12)
+    judge("L = 2 both against fla's three products", ("fla product", FIRST, 2), 2, "both", 1.5, 3)
+    if ("prism", FIRST, 0) in at:
+        over = at["prism", FIRST, 0]["forward"] / floor_ms(SHAPES[FIRST], 0)[0]
+        found.append((f"floor by bytes over L = 0 forward, {FIRST}", 1 / over, 1 / 5, 1 / 2.5))
+    for L in (0, 2):
+        times = [at["prism", shape, L]["both"] for shape in LENGTHS if ("prism", shape, L) in at]
+        if len(times) == len(LENGTHS):
+            spread = min(times) / max(times)
+            found.append((f"L = {L} both, shortest over longest of T = 2K to 64K", spread, 1 / 1.25, 1 / 1.1))
+    return [
+        f"{what}: {ratio:.2f} "
+        f"({'aim reached' if ratio >= aim else 'must reached' if ratio >= must else 'BELOW the must'}; "
+        f"must {must:.2f}, aim {aim:.2f})"
+        for what, ratio, must, aim in found
+    ]
+
+
+def code() -> str:
+    """What identifies the kernels that were timed."""
+    import prism.scan.triton
+
+    digest = hashlib.sha256()
+    for file in sorted(Path(prism.scan.triton.__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -248,9 +419,11 @@ def main() -> None:
         "--peers", type=Path, help="folder with the peers' packages, on the path of their parts only"
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: prism, and all with --peers")
-    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, *LENGTHS], help="default: all of a part")
-    parser.add_argument("--seconds", type=int, default=300, help="limit of one part")
+    parser.add_argument("--shapes", nargs="+", choices=ALL, help="default: all of a part")
+    parser.add_argument("--seconds", type=float, default=300, help="for all parts to compile")
+    parser.add_argument("--turn", type=float, default=300, help="seconds for one part to be timed")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scan_h200.json"))
+    parser.add_argument("--keep", type=Path, help="earlier results of the same code, for what is not run now")
     parser.add_argument("--tiny", action="store_true", help="many short sequences instead")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args()
@@ -261,42 +434,49 @@ def main() -> None:
     if rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     if args.part:
-        run_part(args.part, args.shapes, args.out)
+        run_part(args.part, args.shapes)
         return
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
-    parts = args.parts or (list(PARTS) if args.peers else ["prism"])
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    lines = args.out.with_suffix(".jsonl")
-    lines.unlink(missing_ok=True)
-    for part in parts:
+    kept: list[dict[str, Any]] = []
+    if args.keep:
+        earlier = json.loads(args.keep.read_text())
+        if earlier["code"] != code():
+            parser.error(f"--keep: expected results of the code {code()}, came those of {earlier['code']}")
+        kept = earlier["rows"]
+    started = []
+    for name in args.parts or (list(PARTS) if args.peers else ["prism"]):
         env = dict(os.environ)
-        if args.peers and part not in ("prism", "sdpa"):
+        if args.peers and name.startswith("fla"):
             env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", "."), str(args.peers.resolve())])
-        command = [sys.executable, __file__, "--part", part, "--out", str(lines)]
-        command += ["--shapes", *args.shapes] if args.shapes else []
-        try:
-            code = subprocess.run(command, env=env, timeout=args.seconds, check=False).returncode
-            if code:
-                print(f"part {part} ended with exit code {code}")
-        except subprocess.TimeoutExpired:
-            print(f"part {part} was stopped after {args.seconds} s")
-    rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-    lines.unlink(missing_ok=True)
+        command = [sys.executable, __file__, "--part", name]
+        started.append(Part(name, command + (["--shapes", *args.shapes] if args.shapes else []), env))
+    rows: list[dict[str, Any]] = []
     if args.peers:
         sys.path.append(str(args.peers))
     packages = ("torch", "triton", "flash-linear-attention", "fla-core", "tilelang", "flash-qla")
-    versions = {p: version(p) for p in packages}
     document = {
         "device": torch.cuda.get_device_name(),
-        "versions": versions,
+        "versions": {p: version(p) for p in packages},
+        "code": code(),
         "dtype": "bfloat16",
         "unit": "ms, median of do_bench",
         "floor_bytes_per_second": COPY,
-        "rows": rows,
     }
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
-    print(table(rows))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    for part in started:
+        part.ready.wait(max(0.0, args.seconds - (time.perf_counter() - began)))
+    for part in started:  # or it would compile on while others are timed
+        part.stop_unless(part.ready)
+    for part in started:
+        rows += part.rows(args.turn)
+        done = {(r["kernel"], r["shape"], r["L"]) for r in rows}
+        rest_kept = [r for r in kept if (r["kernel"], r["shape"], r["L"]) not in done]
+        # Written after every turn: what ends this process leaves what was measured.
+        args.out.write_text(json.dumps(document | {"rows": rest_kept + rows}, indent=1) + "\n")
+    rows = rest_kept + rows
+    print(table(rows), *verdicts(rows), sep="\n")
     for row in rows:
         if "kernel_us" in row:
             times = ", ".join(f"{n} {t:.0f}" for n, t in row["kernel_us"].items())

@@ -77,7 +77,8 @@ def tuning(dtype: torch.dtype, K: int, V: int, programs: int, writes: bool) -> T
     """
     if dtype == torch.float32:
         block = min(32, _padded(V))
-        return Tuning(32, *[Launch(4, 1, block)] * 2, *[Launch(8, 1, block)] * 8, Launch(4, 1, 16))
+        few, many = Launch(4, 1, block), Launch(8, 1, block)
+        return Tuning(32, few, few, many, many, many, many, many, many, many, many, Launch(4, 1, 16))
     if programs <= FEW_PROGRAMS:
         scan = reverse = Launch(4, 2, 32)
     else:
