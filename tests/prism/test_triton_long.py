@@ -272,6 +272,38 @@ def test_interpreted_inverse(dot, C):
 
 @pytest.mark.interpreter
 @needs_interpreter
+@pytest.mark.parametrize(
+    ("inputs", "times"),
+    [(make(1, 130, 1, 1, 64, 64, 1), 1), (alternating(80), 1), (repeated_keys(100, 1.9), 20)],
+)
+def test_interpreted_rounding_of_bfloat16(inputs, times, monkeypatch):
+    """What half precision rounds, the operands of its products, rounded here: its errors without a GPU. The
+    products of the inverse, over 32 rows at most, keep float32. Where keys repeat, the system amplifies."""
+    from triton.runtime.interpreter import TensorHandle
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    product = builder.create_dot
+
+    def rounded(x: TensorHandle) -> TensorHandle:
+        return TensorHandle(torch.from_numpy(x.data.copy()).bfloat16().float().numpy(), x.dtype)
+
+    def create_dot(a, b, *rest):
+        return product(a, b, *rest) if a.data.shape[-1] < 64 else product(rounded(a), rounded(b), *rest)
+
+    monkeypatch.setattr(builder, "create_dot", create_dot)
+    K = inputs["q"].shape[-1]
+    for name in ("q", "k", "v", "write_k", "write_v", "initial_state"):  # to width 64, as the launch does
+        widen = (0, 64 - K, 0, 64 - K) if name == "initial_state" else (0, 64 - K)
+        inputs = inputs | {name: torch.nn.functional.pad(inputs[name], widen)}
+    exact = {
+        n: x.bfloat16().double() if x.ndim > 3 and n != "initial_state" else x for n, x in inputs.items()
+    }
+    found = errors(exact, torch.float32, "cpu", tuned=tuned(torch.float32, 64, 64, 64))
+    check({n: e / times for n, e in found.items()}, torch.bfloat16)
+
+
+@pytest.mark.interpreter
+@needs_interpreter
 @pytest.mark.parametrize("decay", [20.0, 70.0])
 def test_interpreted_strong_decay(decay):
     inputs = make(1, 50, 1, 1, 16, 16, 1)
