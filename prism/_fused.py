@@ -18,15 +18,19 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def split_linear(
-    x: Float[Tensor, "*batch d"], weight: Float[Tensor, "R d"], sizes: Sequence[int]
-) -> tuple[Tensor, ...]:
-    """F.linear(x, weight).split(sizes, -1), in half precision on a GPU with R padded to a multiple of eight.
+def padded_linear(x: Float[Tensor, "*batch d"], weight: Float[Tensor, "R d"]) -> Float[Tensor, "*batch R8"]:
+    """F.linear, in half precision on a GPU with zeros behind the R results, up to a multiple of eight.
 
     Rows of the product then start on 16 bytes, without which the matrix units are fed by slower copies.
     """
-    missing = -sum(sizes) % 8 if x.is_cuda and working_dtype(x) in HALF else 0
-    if missing:
-        # Split off rather than cut off: the gradient is then put together in one step, zeros included.
-        return F.linear(x, F.pad(weight, (0, 0, 0, missing))).split([*sizes, missing], -1)[:-1]
-    return F.linear(x, weight).split(list(sizes), -1)
+    missing = -weight.shape[0] % 8 if x.is_cuda and working_dtype(x) in HALF else 0
+    return F.linear(x, F.pad(weight, (0, 0, 0, missing)) if missing else weight)
+
+
+def split_linear(
+    x: Float[Tensor, "*batch d"], weight: Float[Tensor, "R d"], sizes: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """F.linear(x, weight).split(sizes, -1) of a `padded_linear`."""
+    product = padded_linear(x, weight)
+    # Split off rather than cut off: the gradient is then put together in one step, zeros included.
+    return product.split([*sizes, product.shape[-1] - sum(sizes)], -1)[:-1]

@@ -302,6 +302,7 @@ class PrismMixer(nn.Module):
         value = v if config.base_write else torch.zeros_like(v)
         if config.erase == "step":
             assert refined is not None
+            assert refined.step_gate is not None
             return refined.write_k[:, :, :, 0], value, refined.step_gate[..., 0], write_k, write_v
         if config.erase == "none":
             if config.base_write:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from prism._fused import split_linear
+from prism._fused import padded_linear, split_linear
 from prism._init import Initializer, exempt_from_weight_decay
 from prism.config import PrismConfig
 
@@ -43,9 +43,11 @@ class Refined(NamedTuple):
 
     anchor: Tensor
     gain: Tensor | None
-    step_gate: Tensor
+    step_gate: Tensor | None
     residuals: tuple[Tensor, ...]
-    """r^1 .. r^{L+1} one by one, as the chain used them; likewise the deltas. Empty where a kernel ran it."""
+    """r^1 .. r^{L+1} one by one, as the chain used them; likewise the deltas. Empty, and other tensors
+    None, where a kernel kept them to itself.
+    """
     deltas: tuple[Tensor, ...]
     write_k: Tensor
     write_v: Tensor
@@ -138,18 +140,11 @@ class Refinement(nn.Module):
             self.gate_bias.fill_(self.config.step_gate_bias)
 
     def project(
-        self, u: Float[Tensor, "B T HV V"], k: Float[Tensor, "B T H K"] | None, fused: bool = False
+        self, u: Float[Tensor, "B T HV V"], k: Float[Tensor, "B T H K"] | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """kappa, p (None: constant 1) and b. `k` is read where the refinement keys are the base key."""
         config, HV, L = self.config, self.config.value_heads, self.config.n_refine
-        u = u.flatten(-2)
-        if fused and self.rank is None:
-            # The gains' gradient comes from the chain in one piece: a product of its own needs no copy of it.
-            key_rows, gain_rows, gate_rows = self.proj.split(self.sizes)
-            gains = F.linear(u, gain_rows)
-            keys, gates = split_linear(u, torch.cat([key_rows, gate_rows]), self.sizes[::2])
-        else:
-            keys, gains, gates = split_linear(u, self.proj, self.sizes)
+        keys, gains, gates = split_linear(u.flatten(-2), self.proj, self.sizes)
         if self.n_keys == 0:
             assert k is not None
             kappa = k.repeat_interleave(HV // k.shape[2], 2).unsqueeze(3)
@@ -164,6 +159,12 @@ class Refinement(nn.Module):
         if self.gate_bias is not None:
             gates = gates + self.gate_bias
         return kappa, gain, squash(gates, config.step_gate)
+
+    def _in_one_kernel(self) -> bool:
+        """Whether `prism.scan.triton.refine` has this configuration; others take the chain alone."""
+        config = self.config
+        plain = (config.refine_keys, config.gain, config.step_gate) == ("own", "learned", "sigmoid")
+        return plain and self.rank is None and self.gate_bias is None and config.erase != "step"
 
     def _rise(self, rows: Tensor, up: Tensor | None, steps: int) -> Tensor:
         HV = self.config.value_heads
@@ -186,24 +187,31 @@ class Refinement(nn.Module):
         config, L = self.config, self.config.n_refine
         pins = pins or {}
         u = _pin(pins, "anchor", u)
-        kappa, gain, gate = self.project(u, k, fused)
+        anchored = config.residual_start == "value-anchor" and config.anchor != "none"
+        subtract = config.residual == "subtract"
+        if fused and not pins and self._in_one_kernel():
+            from prism.scan.triton.refine import refine
+
+            rows, given = padded_linear(u.flatten(-2), self.proj), (L, config.key_dim, config.activation)
+            writes = refine(rows, u if anchored else None, v, *given, subtract, config.refine_key_norm)
+            return Refined(u, None, None, (), (), *writes)
+        kappa, gain, gate = self.project(u, k)
         if gain is not None:
             gain = _pin(pins, "gain", gain)
         gate = _pin(pins, "step_gate", gate)
         phi = ACTIVATIONS[config.activation]
-        anchored = config.residual_start == "value-anchor" and config.anchor != "none"
         r = v - u if anchored else v
         if fused and not pins:
             from prism.scan.triton.chain import chain
 
-            write_v = chain(r, gain, gate, config.activation, config.residual == "subtract")
+            write_v = chain(r, gain, gate, config.activation, subtract)
             return Refined(u, gain, gate, (), (), kappa, write_v)
         r = _pin_step(pins, "residual", 0, r)
         residuals, deltas = [r], []
         for l in range(L):
             delta = phi(r if gain is None else gain[..., l, :] * r)
             delta = _pin_step(pins, "delta", l, delta)
-            r = _pin_step(pins, "residual", l + 1, r - delta if config.residual == "subtract" else r)
+            r = _pin_step(pins, "residual", l + 1, r - delta if subtract else r)
             deltas.append(delta)
             residuals.append(r)
         write_v = _pin(pins, "write_v", gate.unsqueeze(-1) * torch.stack(deltas, 3))

@@ -32,13 +32,16 @@ BOUNDS = {torch.float32: (1e-6, 4e-6), torch.float16: (1e-3, 2e-3), torch.bfloat
 # heads, widths, which are normalised
 GDN = ((2, 2, 4), (16, 16, 8), (True, True, False))
 CASES = {
-    "gdn": (2, 70, *GDN, 4, True),
+    "gdn": (1, 70, *GDN, 4, True),
     "one_token": (3, 1, *GDN, 4, True),
     "shorter_than_the_window": (2, 2, *GDN, 4, True),
-    "odd_width": (2, 33, (3,), (5,), (True,), 3, True),
+    "odd_width": (2, 13, (3,), (5,), (True,), 3, True),
     "anchor": (1, 130, (1,), (32,), (False,), 4, True),
     "identity": (2, 20, *GDN, 2, False),
-    "many_tiles": (2, 1100, (1, 1), (64, 64), (True, False), 4, True),
+    "many_programs": (2, 80, (1, 1), (64, 64), (True, False), 4, True),
+    "one_tap": (2, 20, *GDN, 1, True),
+    "more_taps_than_a_step": (1, 70, (1,), (16,), (True,), 7, True),
+    "wide": (1, 10, (1, 1), (160, 256), (True, False), 4, True),
 }
 
 
@@ -98,7 +101,7 @@ def test_equals_the_definition(case, device, dtype):
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[2:3])
 def test_a_result_that_nobody_reads_has_no_gradient(device, dtype):
-    x, weight = make(2, 9, GDN[0], GDN[1], 4, dtype, device)
+    x, weight = make(2, 5, GDN[0], GDN[1], 4, dtype, device)
     *_, v = short_conv(x, weight, *GDN)
     d_x, d_weight = torch.autograd.grad(v.float().sum(), [x, weight])
     assert not d_x[..., :64].any()
@@ -108,7 +111,7 @@ def test_a_result_that_nobody_reads_has_no_gradient(device, dtype):
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[2:3])
 def test_members_under_vmap_and_one_backward(device, dtype):
-    pairs = [make(2, 9, GDN[0], GDN[1], 4, dtype, device, seed=seed) for seed in range(3)]
+    pairs = [make(2, 5, GDN[0], GDN[1], 4, dtype, device, seed=seed) for seed in range(2)]
     x, weight = (torch.stack([p[i].detach() for p in pairs]).requires_grad_() for i in (0, 1))
     together = torch.func.vmap(lambda x, w: torch.cat([t.flatten() for t in short_conv(x, w, *GDN)]))(
         x, weight
@@ -124,7 +127,7 @@ def test_members_under_vmap_and_one_backward(device, dtype):
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[2:3])
 def test_compiles_without_a_graph_break(device, dtype):
-    x, weight = make(2, 9, GDN[0], GDN[1], 4, dtype, device)
+    x, weight = make(2, 5, GDN[0], GDN[1], 4, dtype, device)
 
     def loss(x, weight):
         return sum(t.float().square().sum() for t in short_conv(x, weight, *GDN))

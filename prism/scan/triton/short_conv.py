@@ -2,8 +2,8 @@
 
     y_t = sum_j weight[:, W - 1 - j] x_{t-j}      s = silu(y)      n = s / sqrt(|s|^2 + 1e-6)   per head
 
-Forward reads x once and writes each head where it belongs; backward moves five times x. The same in PyTorch
-moves five and eleven times as much, compiled (benchmarks/NOTES.md). `prism.anchor.causal_conv` and
+Forward reads x once and writes each head where it belongs; backward reads x and the gradients once. The same
+in PyTorch moves five and seven times as much, compiled (benchmarks/NOTES.md). `prism.anchor.causal_conv` and
 `prism.refinement.l2_norm` are the definition.
 """
 
@@ -18,16 +18,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from prism.scan.triton._launch import launch
-from prism.scan.triton._short_conv_kernels import (
-    short_conv_grad_kernel,
-    short_conv_input_grad_kernel,
-    short_conv_kernel,
-)
+from prism.scan.triton._short_conv_kernels import short_conv_grad_kernel, short_conv_kernel
 
-ELEMENTS = 1024
-"""Elements of a tile, eight for each of 128 threads."""
-TURNS = 8
-"""Tiles of a program: so many times fewer reads of the taps, and partial sums of their gradient."""
+LENGTH, STEP = 64, 4
+"""Tokens of a program, fewer where sequences are shorter, and how many of them it loads at a time."""
 
 
 def short_conv(
@@ -56,6 +50,8 @@ def short_conv(
         raise ValueError(f"heads, widths: expected {channels} channels and a flag each, came {came}")
     if x.dtype == torch.float64:
         raise ValueError("x: expected float32, bfloat16 or float16, came float64")
+    if weight.shape[1] == 1:  # the kernels keep at least one token
+        weight = torch.nn.functional.pad(weight, (1, 0))
     return _short_conv(x, weight, list(heads), list(widths), list(unit), silu)
 
 
@@ -65,30 +61,39 @@ def _even(x: Tensor) -> Tensor:
     return x if even and x.stride(-1) == 1 else x.contiguous()
 
 
-def _tile(width: int) -> tuple[int, int]:
-    """Rows and columns of a tile."""
-    columns = triton.next_power_of_2(width)
-    return max(1, ELEMENTS // columns), columns
+def _groups(heads: int, width: int, unit: bool) -> tuple[int, int]:
+    """Heads and width of a launch: where nothing is normalised, channels can be cut as suits a warp."""
+    if unit or width <= 128:
+        return heads, width
+    groups = next(
+        g for g in range(1, heads * width + 1) if heads * width <= 128 * g and heads * width % g == 0
+    )
+    return groups, heads * width // groups
 
 
-def _launch(kernel: Any, grid: tuple[int, int], arguments: tuple[Any, ...], constants: dict) -> None:
+def _length(T: int) -> int:
+    return min(LENGTH, STEP * triton.cdiv(T, STEP))
+
+
+def _launch(kernel: Any, arguments: tuple[Any, ...], heads: int, width: int, constants: dict) -> None:
+    B, T, _ = arguments[0].shape
+    constants = {"HEADS": heads, "D": width, **constants}
     key = (*(a.dtype for a in arguments if isinstance(a, Tensor)), *constants.values())
-    launch(kernel, grid, key, arguments, constants, {"num_warps": 4})
+    grid = (B * triton.cdiv(T, _length(T)), heads)
+    launch(kernel, grid, key, (*arguments, T), constants, {"num_warps": 1})
 
 
 @torch.library.custom_op("prism::short_conv", mutates_args=())
 def _short_conv(
     x: Tensor, weight: Tensor, heads: list[int], widths: list[int], unit: list[bool], silu: bool
 ) -> list[Tensor]:
-    B, T, _ = x.shape
-    x, weight, first, made = _even(x), weight.contiguous(), 0, []
+    x, weight, T, first, made = _even(x), weight.contiguous(), x.shape[1], 0, []
     for h, d, norm in zip(heads, widths, unit, strict=True):
-        out = x.new_empty(B, T, h, d)
-        R, BD = _tile(d)
-        constants = {"HEADS": h, "D": d, "W": weight.shape[1], "x_row": x.stride(1), "R": R}
-        constants |= {"TURNS": TURNS, "BD": BD, "SILU": silu, "UNIT": norm}
-        arguments = (x[..., first:], weight[first:], out, B * T, T)
-        _launch(short_conv_kernel, (triton.cdiv(B * T, R * TURNS), h), arguments, constants)
+        out = x.new_empty(*x.shape[:2], h, d)
+        groups, width = _groups(h, d, norm)
+        constants = {"W": weight.shape[1], "x_row": x.stride(1), "LENGTH": _length(T), "STEP": STEP}
+        constants |= {"BD": triton.next_power_of_2(width), "SILU": silu, "UNIT": norm}
+        _launch(short_conv_kernel, (x[..., first:], weight[first:], out), groups, width, constants)
         made.append(out)
         first += h * d
     return made
@@ -100,25 +105,17 @@ def _short_conv_backward(
 ) -> tuple[Tensor, Tensor]:
     (B, T, C), W = x.shape, weight.shape[1]
     x, weight, first = _even(x), weight.contiguous(), 0
-    d_y = x.new_empty(B, T, C)
-    # One row of partial sums for every program along the tokens, whatever the tile of a head.
-    most = max(triton.cdiv(B * T, _tile(g.shape[-1])[0] * TURNS) for g in grads)
-    d_weight = weight.new_zeros(most, W, C, dtype=torch.float32)
+    d_x = x.new_empty(B, T, C)
+    d_weight = weight.new_empty(B * triton.cdiv(T, _length(T)), W, C, dtype=torch.float32)
     for grad, norm in zip(grads, unit, strict=True):
         h, d = grad.shape[2:]
-        R, BD = _tile(d)
-        constants = {"HEADS": h, "D": d, "W": W, "x_row": x.stride(1), "y_row": C, "R": R}
-        constants |= {"TURNS": TURNS, "BD": BD, "SILU": silu, "UNIT": norm}
+        groups, width = _groups(h, d, norm)
+        constants = {"W": W, "x_row": x.stride(1), "d_row": C, "LENGTH": _length(T), "STEP": STEP}
+        constants |= {"BD": triton.next_power_of_2(width), "SILU": silu, "UNIT": norm}
         given = x[..., first:], weight[first:], grad.contiguous()
-        arguments = (*given, d_y[..., first:], d_weight[..., first:], B * T, T)
-        grid = (triton.cdiv(B * T, R * TURNS), h)
-        _launch(short_conv_grad_kernel, grid, arguments, constants)
+        arguments = (*given, d_x[..., first:], d_weight[..., first:])
+        _launch(short_conv_grad_kernel, arguments, groups, width, constants)
         first += h * d
-    d_x = x.new_empty(B, T, C)
-    R, BD = _tile(min(C, 128))
-    grid = (triton.cdiv(B * T, R * TURNS), triton.cdiv(C, BD))
-    constants = {"C": C, "W": W, "R": R, "TURNS": TURNS, "BD": BD}
-    _launch(short_conv_input_grad_kernel, grid, (d_y, weight, d_x, B * T, T), constants)
     return d_x, d_weight.sum(0).t().contiguous().to(weight.dtype)
 
 

@@ -1,0 +1,158 @@
+"""The refinement behind its projection as one operator: keys normalised, gates squashed, the chain run.
+
+    kappa^l = key^l / sqrt(|key^l|^2 + 1e-6)      b^l = sigmoid(gate^l)      r^1 = v - u
+    delta^l = phi(p^l * r^l)      w^l = b^l delta^l      r^{l+1} = r^l - delta^l        (Eqs. 11 to 16)
+
+Each tensor is read once and written once: 2 + 4 L of the size of v forward, 3 + 6 L backward, whose gradient
+of the projection's rows is one tensor as the product before it wants it. `prism.refinement` is the
+definition; `chain` is the part of it that other projections can use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from jaxtyping import Float
+from torch import Tensor
+
+from prism.scan.triton._launch import launch
+from prism.scan.triton._refine_kernels import refine_grad_kernel, refine_kernel
+from prism.scan.triton.chain import ACTIVATIONS
+
+ELEMENTS = 1024
+"""Elements of a tile, eight for each of 128 threads."""
+
+
+def refine(
+    rows: Float[Tensor, "B T R"],
+    u: Float[Tensor, "B T HV V"] | None,
+    v: Float[Tensor, "B T HV V"],
+    steps: int,
+    key_width: int,
+    activation: str = "gelu",
+    subtract: bool = True,
+    unit: bool = True,
+) -> tuple[Float[Tensor, "B T HV L K"], Float[Tensor, "B T HV L V"]]:
+    """write_k and write_v of `steps` = L refinement steps.
+
+    Args:
+        rows: keys [HV, L, K], gains [HV, L, V], gates [HV, L] of a token end to end, before norm and sigmoid,
+            and then what is ignored (its gradient is 0).
+        u: the anchor; None: r^1 = v. activation: phi. subtract: r^{l+1} = r^l - delta^l, or r^l if False.
+        unit: keys are L2-normalised.
+
+    Sums are float32, results have the dtype of rows. Differentiable once, in reverse. Works under
+    torch.compile and torch.func.vmap.
+
+    Raises:
+        ValueError: an unknown activation, L = 0, rows that are too short, or float64.
+    """
+    HV, V = v.shape[2:]
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, came {activation!r}")
+    least = HV * steps * (key_width + V + 1)
+    if steps < 1 or rows.shape[-1] < least:
+        raise ValueError(
+            f"rows: expected steps >= 1 and at least {least} values a token, "
+            f"came {steps} and {rows.shape[-1]}"
+        )
+    if torch.float64 in (rows.dtype, v.dtype):
+        raise ValueError("rows, v: expected float32, bfloat16 or float16, came float64")
+    made = _refine(rows, u, v, steps, key_width, activation, subtract, unit)
+    return made[0], made[1]
+
+
+def _launch(
+    kernel: Any, rows: Tensor, u: Tensor | None, v: Tensor, others: tuple[Tensor, ...], steps: int,
+    key_width: int, activation: str, subtract: bool, unit: bool,
+) -> None:  # fmt: skip
+    B, T, HV, V = v.shape
+    count, BK, BV = B * T * HV, triton.next_power_of_2(key_width), triton.next_power_of_2(V)
+    R = max(1, ELEMENTS // max(BK, BV))
+    constants = {
+        "HV": HV, "L": steps, "K": key_width, "V": V,
+        "PAD": rows.shape[-1] - HV * steps * (key_width + V + 1), "R": R, "BK": BK, "BV": BV,
+        "stride": rows.stride(1), "PHI": activation, "SUBTRACT": subtract, "ANCHORED": u is not None,
+        "UNIT": unit,
+    }  # fmt: skip
+    arguments = (rows, v if u is None else u, v, *others, count)
+    key = (*(x.dtype for x in arguments[:-1]), *constants.values())
+    launch(kernel, (triton.cdiv(count, R), 1), key, arguments, constants, {"num_warps": 4})
+
+
+def _dense(rows: Tensor, u: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    even = rows.shape[0] == 1 or rows.stride(0) == rows.shape[1] * rows.stride(1)
+    rows = rows if even and rows.stride(-1) == 1 else rows.contiguous()
+    return rows, None if u is None else u.contiguous(), v.contiguous()
+
+
+@torch.library.custom_op("prism::refine", mutates_args=())
+def _refine(
+    rows: Tensor, u: Tensor | None, v: Tensor, steps: int, key_width: int, activation: str,
+    subtract: bool, unit: bool,
+) -> list[Tensor]:  # fmt: skip
+    rows, u, v = _dense(rows, u, v)
+    made = [rows.new_empty(*v.shape[:3], steps, width) for width in (key_width, v.shape[3])]
+    _launch(refine_kernel, rows, u, v, tuple(made), steps, key_width, activation, subtract, unit)
+    return made
+
+
+@torch.library.custom_op("prism::refine_backward", mutates_args=())
+def _refine_backward(
+    d_write_k: Tensor, d_write_v: Tensor, rows: Tensor, u: Tensor | None, v: Tensor, steps: int,
+    key_width: int, activation: str, subtract: bool, unit: bool,
+) -> list[Tensor]:  # fmt: skip
+    rows, u, v = _dense(rows, u, v)
+    made = [rows.new_empty(rows.shape), v.new_empty(v.shape)]
+    others = (d_write_k.contiguous(), d_write_v.contiguous(), *made)
+    _launch(refine_grad_kernel, rows, u, v, others, steps, key_width, activation, subtract, unit)
+    return made
+
+
+@_refine.register_fake
+def _(rows, u, v, steps, key_width, activation, subtract, unit):
+    return [rows.new_empty(*v.shape[:3], steps, width) for width in (key_width, v.shape[3])]
+
+
+@_refine_backward.register_fake
+def _(d_write_k, d_write_v, rows, u, v, steps, key_width, activation, subtract, unit):
+    return [rows.new_empty(rows.shape), v.new_empty(v.shape)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    rows, u, v, *ctx.options = inputs
+    ctx.save_for_backward(rows, u, v)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    rows, u, v = ctx.saved_tensors
+    steps, key_width = ctx.options[:2]
+    shapes = [(*v.shape[:3], steps, width) for width in (key_width, v.shape[3])]
+    given = [rows.new_zeros(shape) if g is None else g for g, shape in zip(grads, shapes, strict=True)]
+    d_rows, d_r = _refine_backward(*given, rows, u, v, *ctx.options)
+    return d_rows, None if u is None else -d_r, d_r, *(None for _ in ctx.options)
+
+
+_refine.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _fold(E: int, dims: Sequence[int | None], inputs: Sequence[Any]) -> list[Any]:
+    """Members of a vmap folded into B."""
+    folded = []
+    for x, dim in zip(inputs, dims, strict=True):
+        if isinstance(x, Tensor):
+            x = (x.unsqueeze(0).expand(E, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+        folded.append(x)
+    return folded
+
+
+def _vmap(run: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[list[Tensor], list[int]]:
+    made = run(*_fold(info.batch_size, in_dims, args))
+    return [x.unflatten(0, (info.batch_size, -1)) for x in made], [0] * len(made)
+
+
+_refine.register_vmap(lambda info, dims, *args: _vmap(_refine, info, dims, *args))
+_refine_backward.register_vmap(lambda info, dims, *args: _vmap(_refine_backward, info, dims, *args))
