@@ -19,7 +19,6 @@ from prism.scan.recurrent import recurrent
 
 pytest.importorskip("triton")
 from prism.scan.triton import chunkwise
-from prism.scan.triton._chunkwise_forward import prepare_kernel
 from prism.scan.triton.chunkwise import Tuning
 
 # Triton 3.6's interpreter turns arrays into loop bounds in a way that numpy warns of, and numpy warns of
@@ -215,59 +214,11 @@ def test_interpreted_levels(shape, offsets, chunks):
     check(errors(inputs, torch.float32, "cpu", offsets, at), torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "sequences", "HV", "V", "length"),
-    [
-        (32768, 1, 16, 128, 128),  # 32 programs: four segments
-        (131072, 2, 16, 128, 0),  # 64 programs: two segments would cost more than they gain
-        (131072, 64, 16, 128, 0),
-        (2048, 1, 1, 64, 0),  # too short to be cut
-        (65536, 1, 1, 64, 16),
-        (0, 0, 1, 64, 0),
-    ],
-)
-def test_segments_fill_a_gpu_and_no_more(tokens, sequences, HV, V, length):
-    assert chunkwise.segment_chunks(tokens, sequences, HV, V, 64) == length
-
-
 @pytest.mark.interpreter
 @needs_interpreter
 @pytest.mark.parametrize("inputs", [repeated_keys(64, 0.9), repeated_keys(64, 1.9), alternating(66)])
 def test_interpreted_hard_numbers(inputs):
     check(errors(inputs, torch.float32, "cpu", tuned=tuned(torch.float32, 16, 16, 64)), torch.float32)
-
-
-@pytest.mark.interpreter
-@needs_interpreter
-@pytest.mark.parametrize("C", [16, 32, 64])
-@pytest.mark.parametrize("dot", ["ieee", "tf32x3"])
-def test_interpreted_inverse(dot, C):
-    """`prepare_kernel` alone, with the products of float32 and with those that half precision takes."""
-    T, HV, K = C + C // 2, 2, 16
-    x = {n: None if a is None else a.float() for n, a in make(1, T, 1, HV, K, K, 0).items()}
-    out = [torch.full((T, HV, C), float("nan")) for _ in range(2)]
-    decays = [torch.full((T, HV), float("nan")) for _ in range(2)]
-    scratch = torch.full((2, HV, 2 * C, 16), float("nan"))
-    gates = x["log_decay"], x["beta"]
-    tokens = (None, 0.5, T, 2, 1, HV)
-    prepare_kernel[(2 * HV,)](
-        x["q"], x["k"], *gates, *out, *decays, scratch, *tokens, K, C, K, False, True, dot
-    )
-    for start in (0, C):
-        rows = slice(start, min(start + C, T))
-        n = rows.stop - start
-        for head in range(HV):
-            q, k = (x[name][0, rows, 0].double() for name in ("q", "k"))
-            total = x["log_decay"][0, rows, head].double().cumsum(0)
-            gamma = (total[:, None] - total).tril().exp().tril()
-            system = torch.eye(n) + (k @ k.T * gamma * x["beta"][0, rows, head]).tril(-1)
-            wanted = torch.linalg.inv(system), 0.5 * (q @ k.T * gamma)
-            for found, want in zip(out, wanted, strict=True):
-                padded = torch.nn.functional.pad(want, (0, C - n)).float()
-                torch.testing.assert_close(found[rows, head], padded, rtol=1e-5, atol=1e-6)
-            kept = (total[-1] - total).exp().float()
-            torch.testing.assert_close(decays[0][rows, head], total.exp().float())
-            torch.testing.assert_close(decays[1][rows, head], kept)
 
 
 @pytest.mark.interpreter

@@ -301,9 +301,9 @@ def forward(
 
     sequences, offsets, chunk_start, start, last = N, where.offsets, where.chunk_start, initial_state, None
     if launched:
-        cut = _cut(where, T, C, length, launched, q.device)
+        pieces = _cut(where, T, C, length, launched, q.device)
         parts, start = q.new_empty(2, launched, HV, K, V, dtype=torch.float32)
-        tables = (cut.offsets, cut.chunk_start, cut.owner, cut.first)
+        tables = (pieces.offsets, pieces.chunk_start, pieces.owner, pieces.first)
         given = initial_state is not None
         at = tuned.segment
         slices = triton.cdiv(V, at.v_block) + triton.cdiv(K, at.v_block)
@@ -312,8 +312,9 @@ def forward(
             K, V, C, BK, at.v_block, dot, given, write_o is not None,
             **at.options,
         )  # fmt: skip
-        _combine(kept[2], parts, initial_state, start, cut, tuned, dot, reverse=False)
-        sequences, offsets, chunk_start, last = launched, cut.offsets, cut.chunk_start, cut.first[1:] - 1
+        _combine(kept[2], parts, initial_state, start, pieces, tuned, dot, reverse=False)
+        sequences, offsets, chunk_start = launched, pieces.offsets, pieces.chunk_start
+        last = pieces.first[1:] - 1
     at = tuned.scan
     final = q.new_empty(sequences, HV, K, V, dtype=torch.float32)
     scan_kernel[(sequences * HV * triton.cdiv(V, at.v_block),)](
@@ -326,13 +327,13 @@ def forward(
 
 
 def _combine(
-    transitions: Tensor, parts: Tensor, given: Tensor | None, out: Tensor, cut: Segments, tuned: Tuning,
+    transitions: Tensor, parts: Tensor, given: Tensor | None, out: Tensor, pieces: Segments, tuned: Tuning,
     dot: str, *, reverse: bool,
 ) -> None:  # fmt: skip
     _, HV, K, V = parts.shape
     at = tuned.combine
-    combine_kernel[((cut.first.shape[0] - 1) * HV * triton.cdiv(V, at.v_block),)](
-        transitions, parts, given, out, cut.first, HV,
+    combine_kernel[((pieces.first.shape[0] - 1) * HV * triton.cdiv(V, at.v_block),)](
+        transitions, parts, given, out, pieces.first, HV,
         K, V, _padded(K), at.v_block, min(32, _padded(K)), dot, given is not None, reverse,
         **at.options,
     )  # fmt: skip
@@ -372,16 +373,17 @@ def backward(
     sequences, offsets, chunk_start, end, first = N, where.offsets, where.chunk_start, dstate, None
     if transitions:
         length, launched = _segments(B, T, HV, V, cu_seqlens, tuned)
-        cut = _cut(where, T, C, length, launched, q.device)
+        pieces = _cut(where, T, C, length, launched, q.device)
         parts, end = q.new_empty(2, launched, HV, K, V, dtype=torch.float32)
-        tables = (cut.offsets, cut.chunk_start, cut.owner, cut.first)
+        tables = (pieces.offsets, pieces.chunk_start, pieces.owner, pieces.first)
         at = tuned.segment_reverse
         segment_reverse_kernel[(launched * HV * triton.cdiv(V, at.v_block),)](
             q, k, beta, solve, scores, grown, rest, do, dstate, parts, *tables, scale, H, HV,
             K, V, C, BK, at.v_block, dot, dstate is not None, **at.options,
         )  # fmt: skip
-        _combine(transitions[0], parts, dstate, end, cut, tuned, dot, reverse=True)
-        sequences, offsets, chunk_start, first = launched, cut.offsets, cut.chunk_start, cut.first[:-1]
+        _combine(transitions[0], parts, dstate, end, pieces, tuned, dot, reverse=True)
+        sequences, offsets, chunk_start = launched, pieces.offsets, pieces.chunk_start
+        first = pieces.first[:-1]
     at = tuned.reverse
     dv = torch.empty_like(v)
     d_states = torch.empty_like(states)
