@@ -34,7 +34,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from prism._fused import HALF, split_linear, working_dtype
+from prism import _fused
+from prism._fused import HALF, padded_linear, working_dtype
 from prism._hookpoints import HookPoints, Pinned, on_gradient, on_gradients
 from prism._init import Initializer, exempt_from_weight_decay
 from prism.anchor import Anchor, causal_conv, tail_of
@@ -241,7 +242,8 @@ class PrismMixer(nn.Module):
 
     def _fuses(self, x: Tensor) -> bool:
         """Whether kernels stand in for formulas: in half precision, where the scan is a kernel too."""
-        return x.is_cuda and working_dtype(x) in HALF and self.backend(x) == "triton"
+        half = x.is_cuda and working_dtype(x) in HALF
+        return half and _fused.TRUSTED and self.backend(x) == "triton"
 
     def _project(self, source: Tensor, conv_tail: Tensor | None, fused: bool = False) -> tuple[Any, ...]:
         """q, k (None if unused), v, gate (None), beta (None), log_decay, and the tail of the convolution."""
@@ -249,13 +251,19 @@ class PrismMixer(nn.Module):
         qkv_rows = self.rows["q"] + self.rows["k"] + self.rows["v"]
         sizes = [self.rows["gate"], self.rows["beta"], self.rows["decay"]]
         if fused:
-            # Two products: the gradient of each is then one tensor, which no copy has to put together.
-            qkv = F.linear(source, self.in_proj[:qkv_rows])
-            gate, beta, decay = split_linear(source, self.in_proj[qkv_rows:], sizes)
+            # Two products, so that the gradient of each comes from one kernel, which no copy puts together.
+            before, gate_rows, behind = self.in_proj.split([qkv_rows, sizes[0], sum(sizes[1:])])
+            gate = F.linear(source, gate_rows)
+            rows = padded_linear(source, torch.cat([before, behind]))
+            qkv, beta, decay, _ = rows.split(
+                [qkv_rows, *sizes[1:], rows.shape[-1] - qkv_rows - len(behind)], -1
+            )
         else:
             qkv, gate, beta, decay = F.linear(source, self.in_proj).split([qkv_rows, *sizes], -1)
         if fused and self.conv is not None and conv_tail is None:
-            q, k, v, tail = self._convolve(qkv)
+            q, k, v, rest = self._convolve(rows)
+            beta, decay = rest.split([*sizes[1:], rest.shape[-1] - len(behind)], -1)[:2]
+            tail = tail_of(qkv, self.conv.shape[1])
         else:
             tail = None
             if self.conv is not None:
@@ -273,8 +281,8 @@ class PrismMixer(nn.Module):
         gate = gate if self.rows["gate"] else None
         return q, k, v, gate, beta, self._log_decay(decay, source), tail
 
-    def _convolve(self, qkv: Float[Tensor, "B T C"]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """q, k (None if unused), v and the tail at the start of a sequence, all in one kernel a tensor."""
+    def _convolve(self, rows: Float[Tensor, "B T R"]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """q, k (None if unused) and v at the start of a sequence, and the channels that are not convolved."""
         from prism.scan.triton.short_conv import short_conv
 
         assert self.conv is not None
@@ -282,8 +290,9 @@ class PrismMixer(nn.Module):
         keys = [config.key_dim] * (2 if self.rows["k"] else 1)
         widths, unit = [*keys, config.value_dim], [config.qk_norm for _ in keys] + [False]
         heads, silu = [H for _ in keys] + [HV], config.qkv_activation == "silu"
-        q, *k, v = short_conv(qkv, self.conv, heads, widths, unit, silu)
-        return q, k[0] if k else None, v, tail_of(qkv, self.conv.shape[1])
+        made = short_conv(rows, self.conv, heads, widths, unit, silu)
+        rest = made[len(heads)] if len(made) > len(heads) else rows[..., :0]
+        return made[0], made[1] if self.rows["k"] else None, made[len(keys)], rest
 
     def _log_decay(self, decay: Tensor, source: Tensor) -> Float[Tensor, "B T HV"]:
         wide = torch.promote_types(source.dtype, torch.float32)

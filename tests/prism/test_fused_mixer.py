@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from prism import PrismConfig, PrismModel
+from prism import PrismConfig, PrismModel, _fused
 from prism._fused import split_linear
 from prism.mixer import PrismMixer
 
@@ -38,6 +38,14 @@ VARIANTS = {
     "no_base_write": {"base_write": False, "erase": "step"},
     "bare": {"output_gate": False, "mlp_ratio": 0},
 }
+QUICK = (
+    "prism",
+    "low_rank",
+    "base_keys_constant_gain",
+    "unnormalised",
+    "grouped_wide_values",
+    "no_base_write",
+)
 needs_interpreter = pytest.mark.interpreter
 
 
@@ -55,12 +63,14 @@ def pair(**changes):
     return [PrismModel(config.replace(scan_backend=backend), seed=3) for backend in ("chunked", "triton")]
 
 
-def tokens(T=21, B=2):
+def tokens(T=7, B=2):
     return torch.randint(16, (B, T), generator=torch.Generator().manual_seed(0))
 
 
 @needs_interpreter
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS]
+)
 def test_outputs_and_gradients_are_those_of_the_formulas(variant, fuses):
     formulas, kernels = pair(**VARIANTS[variant])
     x = tokens()
@@ -78,7 +88,7 @@ def test_a_pass_in_two_pieces_is_one_pass(fuses):
     _, model = pair()
     x = tokens(9)
     whole = model(x)
-    for cut in (1, 2, 5):
+    for cut in (2, 5):
         first, cache = model(x[:, :cut], use_cache=True)
         second, _ = model(x[:, cut:], cache, use_cache=True)
         torch.testing.assert_close(torch.cat([first, second], 1), whole, atol=2e-5, rtol=1e-4)
@@ -118,9 +128,10 @@ def test_a_product_is_padded_in_half_precision_on_a_gpu_alone():
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("autocast", [True, False])
-def test_bfloat16_on_a_gpu_agrees_with_float32(variant, autocast):
+def test_bfloat16_on_a_gpu_agrees_with_float32(variant, autocast, monkeypatch):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
+    monkeypatch.setattr(_fused, "TRUSTED", True)
     config = PrismConfig(**SMALL | VARIANTS[variant])
     x = tokens(70).cuda()
     exact = PrismModel(config.replace(scan_backend="chunked"), seed=3, device="cuda")

@@ -110,6 +110,18 @@ def test_a_result_that_nobody_reads_has_no_gradient(device, dtype):
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[2:3])
+def test_further_channels_pass_through_with_their_gradient(device, dtype):
+    x, weight = make(2, 5, GDN[0], GDN[1], 4, dtype, device, extra=3)
+    *alone, rest = short_conv(x, weight, *GDN)
+    for f, w in zip(alone, short_conv(x[..., :96], weight, *GDN), strict=True):
+        assert torch.equal(f, w)
+    assert torch.equal(rest, x[..., 96:])
+    (d_x,) = torch.autograd.grad((2 * rest).sum(), [x])
+    assert torch.equal(d_x[..., 96:], torch.full_like(rest, 2))
+    assert not d_x[..., :96].any()
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[2:3])
 def test_members_under_vmap_and_one_backward(device, dtype):
     pairs = [make(2, 5, GDN[0], GDN[1], 4, dtype, device, seed=seed) for seed in range(2)]
     x, weight = (torch.stack([p[i].detach() for p in pairs]).requires_grad_() for i in (0, 1))
@@ -140,7 +152,8 @@ def test_compiles_without_a_graph_break(device, dtype):
 def test_wrong_sizes_are_named():
     x, weight = make(1, 3, GDN[0], GDN[1], 4, torch.float32)
     with pytest.raises(
-        ValueError, match=r"heads, widths: expected 64 channels and a flag each, came x \[1, 3, 96\]"
+        ValueError,
+        match=r"heads, widths: expected 64 channels and a flag each, came x \[1, 3, 96\], weight \[96",
     ):
         short_conv(x, weight, (2, 2), (16, 16), (True, True))
     with pytest.raises(ValueError, match="x: expected float32, bfloat16 or float16, came float64"):

@@ -91,9 +91,10 @@ def short_conv_kernel(
 def short_conv_grad_kernel(
     x, weight, d_out, d_x, d_weight, T,
     HEADS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, x_row: tl.constexpr, d_row: tl.constexpr,
-    LENGTH: tl.constexpr, STEP: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
+    w_row: tl.constexpr, LENGTH: tl.constexpr, STEP: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
-    """d_x [B, T, HEADS * D], rows d_row apart; d_weight [programs, W, d_row]: sums over a program's tokens.
+    """d_x [B, T, HEADS * D], rows d_row apart; d_weight [programs, W, w_row]: sums over a program's tokens.
 
     d_x_t needs d_y up to t + W - 1: the walk goes on for W - 1 tokens, rounded up to a STEP, which add
     nothing to d_weight and to the d_x of other programs.
@@ -149,6 +150,6 @@ def short_conv_grad_kernel(
             written = real & (done >= 0) & (done < LENGTH) & (start + done < T)
             tl.store(d_x + done * d_row + column, waiting[W - 1].to(d_x.dtype.element_ty), mask=written)
             before = _shift(rows[i], before, W)
-    at = d_weight + tl.program_id(0).to(tl.int64) * (W * d_row) + head * D + column
+    at = d_weight + tl.program_id(0).to(tl.int64) * (W * w_row) + head * D + column
     for j in tl.static_range(W):
-        tl.store(at + (W - 1 - j) * d_row, totals[j], mask=real)
+        tl.store(at + (W - 1 - j) * w_row, totals[j], mask=real)

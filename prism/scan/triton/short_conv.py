@@ -20,32 +20,35 @@ from torch import Tensor
 from prism.scan.triton._launch import launch
 from prism.scan.triton._short_conv_kernels import short_conv_grad_kernel, short_conv_kernel
 
+CONTIGUOUS = torch.contiguous_format
 LENGTH, STEP = 64, 4
 """Tokens of a program, fewer where sequences are shorter, and how many of them it loads at a time."""
 
 
 def short_conv(
-    x: Float[Tensor, "B T C"],
+    x: Float[Tensor, "B T R"],
     weight: Float[Tensor, "C W"],
     heads: Sequence[int],
     widths: Sequence[int],
     unit: Sequence[bool],
     silu: bool = True,
 ) -> list[Tensor]:
-    """One tensor [B, T, heads[i], widths[i]], contiguous, for each i: the channels of x in order.
+    """One tensor [B, T, heads[i], widths[i]], contiguous, for each i: the first C channels of x in order.
 
     Args:
-        x: may be a view whose channels are contiguous. weight: taps as nn.Conv1d has them, its own dtype.
+        x: may be a view whose channels are contiguous. Channels behind the first C come back as one more
+            result, copied: their gradient and that of the others are then one tensor.
+        weight: taps as nn.Conv1d has them, its own dtype.
         unit: which results are L2-normalised head by head. silu: activation before that, or none.
 
     Sums are float32, the results have the dtype of x. Differentiable once, in reverse; torch.func.vmap goes
     through the members one by one.
 
     Raises:
-        ValueError: heads and widths that do not add up to the channels, or float64.
+        ValueError: heads and widths that do not add up to C, x with fewer channels, or float64.
     """
     channels = sum(h * d for h, d in zip(heads, widths, strict=True))
-    if channels != x.shape[-1] or weight.shape[0] != channels or len(unit) != len(heads):
+    if channels > x.shape[-1] or weight.shape[0] != channels or len(unit) != len(heads):
         came = f"x {list(x.shape)}, weight {list(weight.shape)}, unit {list(unit)}"
         raise ValueError(f"heads, widths: expected {channels} channels and a flag each, came {came}")
     if x.dtype == torch.float64:
@@ -96,21 +99,31 @@ def _short_conv(
         _launch(short_conv_kernel, (x[..., first:], weight[first:], out), groups, width, constants)
         made.append(out)
         first += h * d
-    return made
+    return made if first == x.shape[-1] else [*made, x[..., first:].clone(memory_format=CONTIGUOUS)]
 
 
 @torch.library.custom_op("prism::short_conv_backward", mutates_args=())
 def _short_conv_backward(
     grads: list[Tensor], x: Tensor, weight: Tensor, unit: list[bool], silu: bool
 ) -> tuple[Tensor, Tensor]:
-    (B, T, C), W = x.shape, weight.shape[1]
+    (B, T, rows), (C, W) = x.shape, weight.shape
     x, weight, first = _even(x), weight.contiguous(), 0
-    d_x = x.new_empty(B, T, C)
+    d_x = x.new_empty(B, T, rows)
+    if rows > C:
+        *grads, d_rest = grads
+        d_x[..., C:] = d_rest
     d_weight = weight.new_empty(B * triton.cdiv(T, _length(T)), W, C, dtype=torch.float32)
     for grad, norm in zip(grads, unit, strict=True):
         h, d = grad.shape[2:]
         groups, width = _groups(h, d, norm)
-        constants = {"W": W, "x_row": x.stride(1), "d_row": C, "LENGTH": _length(T), "STEP": STEP}
+        constants = {
+            "W": W,
+            "x_row": x.stride(1),
+            "d_row": rows,
+            "w_row": C,
+            "LENGTH": _length(T),
+            "STEP": STEP,
+        }
         constants |= {"BD": triton.next_power_of_2(width), "SILU": silu, "UNIT": norm}
         given = x[..., first:], weight[first:], grad.contiguous()
         arguments = (*given, d_x[..., first:], d_weight[..., first:])
@@ -121,7 +134,9 @@ def _short_conv_backward(
 
 @_short_conv.register_fake
 def _(x, weight, heads, widths, unit, silu):
-    return [x.new_empty(*x.shape[:2], h, d) for h, d in zip(heads, widths, strict=True)]
+    made = [x.new_empty(*x.shape[:2], h, d) for h, d in zip(heads, widths, strict=True)]
+    rest = x.shape[-1] - weight.shape[0]
+    return [*made, x.new_empty(*x.shape[:2], rest)] if rest else made
 
 
 @_short_conv_backward.register_fake
@@ -136,7 +151,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    shapes = [(*x.shape[:2], h, d) for h, d in zip(ctx.heads, ctx.widths, strict=True)]
+    shapes: list[tuple[int, ...]] = [(*x.shape[:2], h, d) for h, d in zip(ctx.heads, ctx.widths, strict=True)]
+    rest = x.shape[-1] - weight.shape[0]
+    shapes += [(*x.shape[:2], rest)] if rest else []
     grads = [x.new_zeros(shape) if g is None else g for g, shape in zip(grads, shapes, strict=True)]
     return *_short_conv_backward(grads, x, weight, ctx.unit, ctx.silu), None, None, None, None
 
