@@ -260,6 +260,7 @@ class PrismMixer(nn.Module):
             )
         else:
             qkv, gate, beta, decay = F.linear(source, self.in_proj).split([qkv_rows, *sizes], -1)
+        k: Tensor | None
         if fused and self.conv is not None and conv_tail is None:
             q, k, v, rest = self._convolve(rows)
             beta, decay = rest.split([*sizes[1:], rest.shape[-1] - len(behind)], -1)[:2]

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="assignment, var-annotated"
+# mypy: disable-error-code="assignment, misc, var-annotated"
 """Causal depthwise convolution, activation and L2 norm of each head, forward and backward.
 
     y_t = sum_j weight[:, W - 1 - j] x_{t-j}      s = silu(y)      n = s / sqrt(|s|^2 + 1e-6)   per head

@@ -78,9 +78,9 @@ def _launch(
         "stride": rows.stride(1), "PHI": activation, "SUBTRACT": subtract, "ANCHORED": u is not None,
         "UNIT": unit,
     }  # fmt: skip
-    arguments = (rows, v if u is None else u, v, *others, count)
-    key = (*(x.dtype for x in arguments[:-1]), *constants.values())
-    launch(kernel, (triton.cdiv(count, R), 1), key, arguments, constants, {"num_warps": 4})
+    tensors = (rows, v if u is None else u, v, *others)
+    key = (*(x.dtype for x in tensors), *constants.values())
+    launch(kernel, (triton.cdiv(count, R), 1), key, (*tensors, count), constants, {"num_warps": 4})
 
 
 def _dense(rows: Tensor, u: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
