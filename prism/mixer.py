@@ -275,12 +275,11 @@ class PrismMixer(nn.Module):
             qk, v = qk.unflatten(-1, (-1, config.key_dim)), v.unflatten(-1, (config.value_heads, -1))
             if config.qk_norm:
                 qk = l2_norm(qk)
-            q, k = qk.split(config.n_heads, 2) if self.rows["k"] else (qk, None)
-        beta = (
-            squash(beta, "sigmoid" if config.erase == "none" else config.erase) if self.rows["beta"] else None
-        )
-        gate = gate if self.rows["gate"] else None
-        return q, k, v, gate, beta, self._log_decay(decay, source), tail
+            q, *keys = qk.split(config.n_heads, 2)
+            k = keys[0] if keys else None
+        erase = squash(beta, "sigmoid" if config.erase == "none" else config.erase)
+        optional = gate if self.rows["gate"] else None, erase if self.rows["beta"] else None
+        return q, k, v, *optional, self._log_decay(decay, source), tail
 
     def _convolve(self, rows: Float[Tensor, "B T R"]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """q, k (None if unused) and v at the start of a sequence, and the channels that are not convolved."""
