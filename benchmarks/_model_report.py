@@ -58,7 +58,11 @@ def figure(document: dict, stem: Path) -> Path:
     from ablations.figures import look_of, paper_style, save
 
     rows = best(document["rows"])
-    arms = [arm for arm in ("L = 0", "L = 1", "L = 2", "L = 4", "fla") if any(a == arm for a, _ in rows)]
+    arms = [
+        arm
+        for arm in ("L = 0", "L = 1", "L = 2", "L = 2, full", "L = 4", "fla")
+        if any(a == arm for a, _ in rows)
+    ]
     names = {"fla": "fla GatedDeltaNet layer", "L = 0": "L = 0 (Gated DeltaNet)"}
     lengths = sorted({T for _, T in rows})
     with paper_style():
@@ -80,7 +84,7 @@ def figure(document: dict, stem: Path) -> Path:
             ax.set_xticks(lengths, [f"{T // 1024}K" for T in lengths])
             ax.minorticks_off()
             ax.set_xlabel("sequence length T")
-            ax.set_ylim(bottom=0)
+            ax.set_ylim(0, 1.08 * ax.dataLim.y1)
         speed.set_ylabel("thousand tokens a second")
         share.set_ylabel("tokens a second over L = 0's")
         drawn.legend(loc="outside lower center", ncols=3, frameon=False)

@@ -11,7 +11,8 @@ of GPT-2 small); float32 weights and residual stream under bfloat16 autocast.
 Parameters: at L = 0 the MLP is 3,072 wide. Every refinement step brings matrices of its own, and the MLP is
 narrowed by as many parameters, so that all totals agree within 0.3%: by 256 a step where W_kappa and W_p
 have rank 128 (the arms "L = n"), by 768 where they are full ("L = n, full"). Matrix products then cost about
-the same in every arm, and what differs is the scan and the refinement. The arm "fla" has fla's GatedDeltaNet
+the same in every arm, and what differs is the scan and the refinement. "L = 2, full" has the matrices of the
+preset `prism` and is the one to judge. The arm "fla" has fla's GatedDeltaNet
 layer in the place of our mixer in the same skeleton: the parameters of our L = 0, one by one.
 
 Modes: "eager"; "compiled": every block by torch.compile as one graph, and the loss; for fla "compiled" with
