@@ -68,6 +68,20 @@ def test_the_check_refuses_a_model_that_computes_something_else(bench):
         bench.check(arm, model, bench.loss_of(model, "eager"), tokens, tiny)
 
 
+def test_untrusted_kernels_are_taken_on_demand(bench, monkeypatch):
+    pytest.importorskip("triton")
+    from prism import _fused
+    from prism.scan.triton import _operator
+
+    for module in (_fused, _operator):
+        monkeypatch.setattr(module, "TRUSTED", module.TRUSTED)
+    bench.trust()
+    assert _fused.TRUSTED
+    assert bench.scan_of(bench.ARMS["L = 2"], 4096) == "chunkwise"
+    monkeypatch.setattr(_operator, "TRUSTED", (_operator.resident,))
+    assert bench.scan_of(bench.ARMS["L = 2"], 4096) == "resident"
+
+
 def test_the_best_mode_of_an_arm_is_what_is_compared(bench):
     report = sys.modules["_model_report"]
     row = {
