@@ -40,6 +40,33 @@ def test_ratios_are_those_of_the_benchmarks():
     assert "ceilings of {:.3f}, {:.3f} and {:.3f}".format(*three) in README
 
 
+def test_gpu_figures_are_those_of_the_benchmarks():
+    def of(name: str):
+        return json.loads((ROOT / "benchmarks/results" / name).read_text())["rows"]
+
+    speed = {
+        r["compile"]: r["tokens_per_second"]
+        for r in of("training_cuda.json")
+        if r["cuda_graph"] and r["L"] == 2
+    }
+    assert f"| training step, captured | {speed[False] / 1e6:.1f} M tokens/s" in README
+    assert f"| the same, compiled and captured | {speed[True] / 1e6:.1f} M tokens/s" in README
+    tiny = {(r["kernel"], r["sequences"], r["L"]): r for r in of("scan_tiny_h200.json") if r["D"] == 16}
+    for sequences, L in ((512, 0), (512, 2), (4096, 0), (4096, 2)):
+        ours = tiny["prism float32", sequences, L]
+        rivals = [
+            r
+            for (kernel, *shape), r in tiny.items()
+            if kernel.startswith("chunked") and shape == [sequences, L]
+        ]
+        graph, eager = (min(r[k] for r in rivals) / ours[k] for k in ("graph_us", "eager_us"))
+        shown = f"{graph:.2f}" if round(graph, 1) == 5 and graph < 5 else f"{graph:.1f}"
+        assert f"| {shown}x in a graph, {eager:.1f}x launched |" in README
+    scan = {(r["shape"], r["L"]): r["both"] for r in of("scan_h200.json") if r["kernel"] == "prism"}
+    first = "4x4096x16x128"
+    assert f"{scan[first, 0]:.2f} ms forward + backward\nat L = 0, {scan[first, 2]:.2f} ms at L = 2" in README
+
+
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
 def test_links_lead_somewhere(link):
     assert (ROOT / link).exists()
