@@ -9,7 +9,7 @@ WORKERS ?= auto
 # One thread per process: tests run in parallel processes, and torch's own threads would fight them.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: install demo test test-slow lint notebooks bench clean
+.PHONY: install demo test test-slow test-gpu lint notebooks bench clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
@@ -40,6 +40,9 @@ test: lint
 test-slow: $(VENV)/.dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) -m "slow and not interpreter"
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -m "slow and interpreter" tests/prism
+
+test-gpu: $(VENV)/.dev  ## where there is a CUDA GPU; the time goes into compiling kernels, so many workers help
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) -m gpu
 
 notebooks: $(VENV)/.dev  ## run the notebooks from top to bottom and keep their outputs
 	$(ONE_THREAD) $(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
