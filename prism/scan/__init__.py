@@ -69,7 +69,7 @@ def prism_scan(
 
     Returns:
         o and the final state, None unless `output_final_state`, differentiable in every floating input:
-        "recurrent" any number of times and in forward mode too, "chunked" once and in reverse.
+        "recurrent" any number of times and in forward mode too, "chunked" and "triton" once and in reverse.
 
     Raises:
         ValueError: a shape, head count, dtype, device, offset or backend is wrong; the message names the

@@ -19,6 +19,15 @@ from torch import Tensor
 _compiled: dict[Hashable, Any] = {}
 
 
+def evenly(x: Tensor) -> Tensor:
+    """x [B, T, ...] with its B * T tokens `stride(1)` apart and the last dimension contiguous; a copy only
+    where it is not so.
+    """
+    even = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    # Not `contiguous()`, which returns x itself where the odd stride is that of a single token.
+    return x if even and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, int],

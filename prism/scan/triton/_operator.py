@@ -30,10 +30,10 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from prism.scan.triton import chunkwise, resident
 from prism.scan.triton._resident_kernels import forward_kernel
+from prism.scan.triton._transforms import differentiable_once
 
 INTERPRETED: bool = not isinstance(forward_kernel, triton.runtime.JITFunction)
 """True where TRITON_INTERPRET=1 was set before triton was imported."""
@@ -224,15 +224,18 @@ def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tenso
     if do is None and dstate is None:
         return (None,) * 11
     do, dstate = _dense(do), _dense(dstate)
-    run: Callable[..., list[Tensor]] = _scan_backward
-    if _plain(do, dstate, *tensors, initial_state):
-        run = _run_backward
-    found = iter(run(do, dstate, *tensors, ctx.scale, initial_state, cu_seqlens, list(kept[9:])))
-    grads = [None if x is None else next(found) for x in (*tensors, initial_state)]
-    return *grads[:7], None, grads[7], None, None
+    floating = do, dstate, *tensors, initial_state
+
+    def gradients() -> list[Tensor | None]:
+        run: Callable[..., list[Tensor]] = _run_backward if _plain(*floating) else _scan_backward
+        found = iter(run(do, dstate, *tensors, ctx.scale, initial_state, cu_seqlens, list(kept[9:])))
+        return [None if x is None else next(found) for x in (*tensors, initial_state)]
+
+    *grads, d_initial = differentiable_once(_ONCE, gradients, floating)
+    return *grads, None, d_initial, None, None
 
 
-_backward_once = once_differentiable(_backward)
+_ONCE = "prism_scan: backend 'triton' can be differentiated once, backend 'recurrent' without limit"
 
 # For torch.compile, which cannot trace an autograd.Function under vmap.
 _scan.register_autograd(lambda ctx, grads: _backward(ctx, *grads[:2]), setup_context=_setup_context)
@@ -249,7 +252,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (_backward_once if torch.is_grad_enabled() else _backward)(ctx, do, dstate)
+        return _backward(ctx, do, dstate)
 
 
 class _Transformed(torch.autograd.Function):
@@ -265,7 +268,6 @@ class _Transformed(torch.autograd.Function):
         _setup_context(ctx, inputs, output)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         return _backward(ctx, do, dstate)
 

@@ -9,18 +9,17 @@ wants to see a residual or a delta.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from prism.scan.triton._chain_kernels import chain_grad_kernel, chain_kernel
-from prism.scan.triton._launch import launch
+from prism.scan.triton._launch import evenly, launch
 from prism.scan.triton._operator import _plain
+from prism.scan.triton._transforms import differentiable_once, fold, folded_call
 
 ACTIVATIONS = ("gelu", "silu", "tanh", "identity")
 
@@ -63,12 +62,6 @@ def chain(
 WARPS = 4
 
 
-def _spread(x: Tensor) -> Tensor:
-    """x as the kernels read it: tokens evenly apart, V contiguous; a copy only where it is not so."""
-    even = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
-    return x if even and x.stride(-1) == 1 else x.contiguous()
-
-
 def _dtype(r: Tensor, gain: Tensor | None, gate: Tensor) -> torch.dtype:
     found = torch.promote_types(r.dtype, gate.dtype)
     return found if gain is None else torch.promote_types(found, gain.dtype)
@@ -95,8 +88,8 @@ def _launch(
 
 
 def _run(r: Tensor, gain: Tensor | None, gate: Tensor, activation: str, subtract: bool) -> Tensor:
-    r, gate = _spread(r), gate.contiguous()
-    gain = None if gain is None else _spread(gain)
+    r, gate = evenly(r), gate.contiguous()
+    gain = None if gain is None else evenly(gain)
     write_v = r.new_empty(*gate.shape, r.shape[-1], dtype=_dtype(r, gain, gate))
     _launch(chain_kernel, 8, (), r, gain, gate, (write_v,), activation, subtract)
     return write_v
@@ -105,8 +98,8 @@ def _run(r: Tensor, gain: Tensor | None, gate: Tensor, activation: str, subtract
 def _run_backward(
     d_write_v: Tensor, r: Tensor, gain: Tensor | None, gate: Tensor, activation: str, subtract: bool
 ) -> list[Tensor]:
-    r, gate = _spread(r), gate.contiguous()
-    gain = None if gain is None else _spread(gain)
+    r, gate = evenly(r), gate.contiguous()
+    gain = None if gain is None else evenly(gain)
     grads = [x.new_empty(x.shape) for x in (r, gain, gate) if x is not None]
     d_gain = grads[0] if gain is None else grads[1]
     results = (grads[0], d_gain, grads[-1])
@@ -130,27 +123,12 @@ def _(d_write_v, r, gain, gate, activation, subtract):
     return [x.new_empty(x.shape) for x in (r, gain, gate) if x is not None]
 
 
-# Under vmap members fold into B.
-
-
-def _fold(E: int, dims: Sequence[int | None], inputs: Sequence[Any]) -> list[Any]:
-    folded = []
-    for x, dim in zip(inputs, dims, strict=True):
-        if isinstance(x, Tensor):
-            x = (x.unsqueeze(0).expand(E, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
-        folded.append(x)
-    return folded
-
-
 @_chain.register_vmap
 def _(info, in_dims, *args):
-    return _chain(*_fold(info.batch_size, in_dims, args)).unflatten(0, (info.batch_size, -1)), 0
+    return _chain(*fold(info.batch_size, in_dims, args)).unflatten(0, (info.batch_size, -1)), 0
 
 
-@_chain_backward.register_vmap
-def _(info, in_dims, *args):
-    grads = _chain_backward(*_fold(info.batch_size, in_dims, args))
-    return [g.unflatten(0, (info.batch_size, -1)) for g in grads], [0] * len(grads)
+_chain_backward.register_vmap(lambda info, dims, *args: folded_call(_chain_backward, info, dims, *args))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -160,9 +138,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, d_write_v: Tensor) -> tuple[Tensor | None, ...]:
     r, gain, gate = ctx.saved_tensors
-    run = _run_backward if _plain(d_write_v, r, gain, gate) else _chain_backward
-    d_r, *d_gain, d_gate = run(d_write_v, r, gain, gate, ctx.activation, ctx.subtract)
-    return d_r, d_gain[0] if d_gain else None, d_gate, None, None
+    given = d_write_v, r, gain, gate
+
+    def gradients() -> list[Tensor | None]:
+        run = _run_backward if _plain(*given) else _chain_backward
+        d_r, *d_gain, d_gate = run(*given, ctx.activation, ctx.subtract)
+        return [d_r, d_gain[0] if d_gain else None, d_gate]
+
+    return *differentiable_once("chain: it can be differentiated once", gradients, given), None, None
 
 
 # For torch.compile, which cannot trace an autograd.Function under vmap.
@@ -173,7 +156,7 @@ class _Chain(torch.autograd.Function):
     """Everywhere else: unlike the operator's own formula it can be vmapped and differentiated there."""
 
     setup_context = staticmethod(_setup_context)
-    backward = staticmethod(once_differentiable(_backward))  # type: ignore[assignment]
+    backward = staticmethod(_backward)  # type: ignore[assignment]
 
     @staticmethod
     def forward(*args: Any) -> Tensor:
@@ -183,4 +166,4 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
         E = info.batch_size
-        return _Chain.apply(*_fold(E, in_dims, args)).unflatten(0, (E, -1)), 0
+        return _Chain.apply(*fold(E, in_dims, args)).unflatten(0, (E, -1)), 0

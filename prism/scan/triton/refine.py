@@ -10,7 +10,6 @@ definition; `chain` is the part of it that other projections can use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from prism.scan.triton._launch import launch
+from prism.scan.triton._launch import evenly, launch
 from prism.scan.triton._refine_kernels import refine_grad_kernel, refine_kernel
+from prism.scan.triton._transforms import folded_call
 from prism.scan.triton.chain import ACTIVATIONS
 
 ELEMENTS = 1024
@@ -84,9 +84,7 @@ def _launch(
 
 
 def _dense(rows: Tensor, u: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    even = rows.shape[0] == 1 or rows.stride(0) == rows.shape[1] * rows.stride(1)
-    rows = rows if even and rows.stride(-1) == 1 else rows.contiguous()
-    return rows, None if u is None else u.contiguous(), v.contiguous()
+    return evenly(rows), None if u is None else u.contiguous(), v.contiguous()
 
 
 @torch.library.custom_op("prism::refine", mutates_args=())
@@ -139,20 +137,5 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
 _refine.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _fold(E: int, dims: Sequence[int | None], inputs: Sequence[Any]) -> list[Any]:
-    """Members of a vmap folded into B."""
-    folded = []
-    for x, dim in zip(inputs, dims, strict=True):
-        if isinstance(x, Tensor):
-            x = (x.unsqueeze(0).expand(E, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
-        folded.append(x)
-    return folded
-
-
-def _vmap(run: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[list[Tensor], list[int]]:
-    made = run(*_fold(info.batch_size, in_dims, args))
-    return [x.unflatten(0, (info.batch_size, -1)) for x in made], [0] * len(made)
-
-
-_refine.register_vmap(lambda info, dims, *args: _vmap(_refine, info, dims, *args))
-_refine_backward.register_vmap(lambda info, dims, *args: _vmap(_refine_backward, info, dims, *args))
+_refine.register_vmap(lambda info, dims, *args: folded_call(_refine, info, dims, *args))
+_refine_backward.register_vmap(lambda info, dims, *args: folded_call(_refine_backward, info, dims, *args))

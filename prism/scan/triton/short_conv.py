@@ -17,7 +17,7 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from prism.scan.triton._launch import launch
+from prism.scan.triton._launch import evenly, launch
 from prism.scan.triton._short_conv_kernels import short_conv_grad_kernel, short_conv_kernel
 
 CONTIGUOUS = torch.contiguous_format
@@ -58,12 +58,6 @@ def short_conv(
     return _short_conv(x, weight, list(heads), list(widths), list(unit), silu)
 
 
-def _even(x: Tensor) -> Tensor:
-    """x with the rows of all sequences evenly apart; a copy only where they are not."""
-    even = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
-    return x if even and x.stride(-1) == 1 else x.contiguous()
-
-
 def _groups(heads: int, width: int, unit: bool) -> tuple[int, int]:
     """Heads and width of a launch: where nothing is normalised, channels can be cut as suits a warp."""
     if unit or width <= 128:
@@ -75,7 +69,7 @@ def _groups(heads: int, width: int, unit: bool) -> tuple[int, int]:
 
 
 def _length(T: int) -> int:
-    return min(LENGTH, STEP * triton.cdiv(T, STEP))
+    return max(STEP, min(LENGTH, STEP * triton.cdiv(T, STEP)))
 
 
 def _launch(kernel: Any, arguments: tuple[Any, ...], heads: int, width: int, constants: dict) -> None:
@@ -90,7 +84,7 @@ def _launch(kernel: Any, arguments: tuple[Any, ...], heads: int, width: int, con
 def _short_conv(
     x: Tensor, weight: Tensor, heads: list[int], widths: list[int], unit: list[bool], silu: bool
 ) -> list[Tensor]:
-    x, weight, T, first, made = _even(x), weight.contiguous(), x.shape[1], 0, []
+    x, weight, T, first, made = evenly(x), weight.contiguous(), x.shape[1], 0, []
     for h, d, norm in zip(heads, widths, unit, strict=True):
         out = x.new_empty(*x.shape[:2], h, d)
         groups, width = _groups(h, d, norm)
@@ -107,7 +101,7 @@ def _short_conv_backward(
     grads: list[Tensor], x: Tensor, weight: Tensor, unit: list[bool], silu: bool
 ) -> tuple[Tensor, Tensor]:
     (B, T, rows), (C, W) = x.shape, weight.shape
-    x, weight, first = _even(x), weight.contiguous(), 0
+    x, weight, first = evenly(x), weight.contiguous(), 0
     d_x = x.new_empty(B, T, rows)
     if rows > C:
         *grads, d_rest = grads

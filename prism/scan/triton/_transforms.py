@@ -1,0 +1,65 @@
+"""What torch.func and autograd ask of every operator here: members of a vmap folded into the batch, and an
+error where a gradient is differentiated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def fold(E: int, dims: Sequence[int | None], inputs: Sequence[Any]) -> list[Any]:
+    """Arguments of one call for E members: tensors [E, B, ...] as [E * B, ...], everything else as it is."""
+    folded = []
+    for x, dim in zip(inputs, dims, strict=True):
+        if isinstance(x, Tensor):
+            x = (x.unsqueeze(0).expand(E, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+        folded.append(x)
+    return folded
+
+
+def folded_call(
+    run: Callable[..., Sequence[Tensor]], info: Any, dims: Sequence[int | None], *args: Any
+) -> tuple[list[Tensor], list[int]]:
+    """The vmap rule of an operator that returns several tensors whose first dimension is the batch."""
+    made = run(*fold(info.batch_size, dims, args))
+    return [x.unflatten(0, (info.batch_size, -1)) for x in made], [0] * len(made)
+
+
+class _Once(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(message: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.message = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
+        raise RuntimeError(ctx.message)
+
+
+def differentiable_once(
+    message: str,
+    gradients: Callable[[], Sequence[Tensor | None]],
+    inputs: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """What `gradients` returns, in a backward pass; differentiated again by `inputs` it raises RuntimeError
+    with the message.
+
+    torch's own `once_differentiable` leaves inputs out of the graph: where they reach the second loss by
+    another path too, autograd then returns that path's share alone and says nothing.
+    """
+    if not torch.is_grad_enabled():
+        return tuple(gradients())
+    with torch.no_grad():
+        found = gradients()
+    given = [g for g in found if g is not None]
+    marked = iter(_Once.apply(message, len(given), *given, *(x for x in inputs if x is not None)))
+    return tuple(None if g is None else next(marked) for g in found)

@@ -1,0 +1,116 @@
+"""What every operator of prism.scan.triton owes its caller, whatever it computes: any strides, empty batches,
+and an error where a gradient is differentiated again. In Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from prism import prism_scan
+
+pytest.importorskip("triton")
+from prism.scan.triton.chain import chain
+from prism.scan.triton.refine import refine
+from prism.scan.triton.short_conv import short_conv
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before triton is imported"
+    ),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
+H, D, L = 2, 8, 2
+
+
+def of_scan(q, k, v, log_decay, beta):
+    return prism_scan(q, k, v, -log_decay.abs(), beta.sigmoid(), backend="triton")[0]
+
+
+def of_chain(r, gain, gate):
+    return chain(r, gain, gate)
+
+
+def of_refine(rows, u, v):
+    return torch.cat(refine(rows, u, v, L, D), -1)
+
+
+def of_short_conv(x):
+    weight = torch.linspace(-1, 1, H * D * 4).view(H * D, 4)
+    return short_conv(x, weight, (H,), (D,), (True,))[0]
+
+
+# Operator, and the sizes of its inputs behind [B, T].
+OPERATORS = {
+    "scan": (of_scan, ((H, D), (H, D), (H, D), (H,), (H,))),
+    "chain": (of_chain, ((H, D), (H, L, D), (H, L))),
+    "refine": (of_refine, ((H * L * (2 * D + 1),), (H, D), (H, D))),
+    "short_conv": (of_short_conv, ((H * D,),)),
+}
+EVERY = pytest.mark.parametrize("name", OPERATORS)
+
+
+def inputs(name: str, B: int, T: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(B, T, *size, generator=g) for size in OPERATORS[name][1]]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@EVERY
+def test_one_token_that_stood_in_front_of_the_batch(name):
+    """[1, B, ...] transposed counts as contiguous whatever the stride of its single token says."""
+    run, given = OPERATORS[name][0], inputs(name, 3, 1)
+    odd = [torch.stack(list(x.unbind(0)), 1).transpose(0, 1) for x in given]
+    assert all(x.is_contiguous() and x.stride(1) != x.stride(0) for x in odd)
+    found = []
+    for x in (given, odd):
+        leaves = [a.requires_grad_() for a in x]
+        o = run(*leaves)
+        found.append([o, *torch.autograd.grad(o, leaves, torch.ones_like(o).cumsum(0))])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", [n for n in OPERATORS if n != "scan"])  # which names what is empty
+@pytest.mark.parametrize(("B", "T"), [(2, 0), (0, 3), (0, 0)])
+def test_nothing_in_nothing_out(name, B, T):
+    leaves = [x.requires_grad_() for x in inputs(name, B, T)]
+    o = OPERATORS[name][0](*leaves)
+    assert o.shape[:2] == (B, T)
+    grads = torch.autograd.grad(o.sum(), leaves)
+    assert [g.shape for g in grads] == [x.shape for x in leaves]
+
+
+@EVERY
+def test_a_gradient_of_a_gradient_raises(name):
+    """Also where the input reaches the second loss by another path, which alone would be a wrong answer."""
+    leaves = [x.requires_grad_() for x in inputs(name, 1, 3)]
+    for other in (0.0, 1.0):
+        loss = OPERATORS[name][0](*leaves).square().sum() + other * sum(x.pow(3).sum() for x in leaves)
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"differentiated once|no autograd formula was registered"):
+            torch.autograd.grad(sum(g.sum() for g in first), leaves, allow_unused=True)
+
+
+@pytest.mark.parametrize("name", ["scan", "chain"])
+def test_a_gradient_of_a_gradient_raises_in_torch_func(name):
+    run, (x, *others) = OPERATORS[name][0], inputs(name, 1, 3)
+
+    def inner(x):
+        return torch.func.grad(lambda x: run(x, *others).square().sum())(x)
+
+    assert inner(x).any()
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        torch.func.grad(lambda x: inner(x).square().sum())(x)
+    members = torch.stack([x, 2 * x])
+    torch.testing.assert_close(torch.func.vmap(inner)(members), torch.stack([inner(m) for m in members]))
