@@ -84,3 +84,41 @@ def test_segments_cover_every_sequence_once(offsets, chunks):
         ]
         assert all(int(found.owner[m]) == n for m in mine)
     assert (found.offsets[int(found.first[-1]) :] == T).all()
+
+
+class Seen:
+    """A kernel that says where the tensors of its launches start."""
+
+    def __init__(self, name, kernel, found):
+        self.name, self.kernel, self.found = name, kernel, found
+
+    def __getitem__(self, grid):
+        def launch(*given, **options):
+            starts = [x.data_ptr() % 16 for x in given if isinstance(x, torch.Tensor)]
+            self.found.append((self.name, starts))
+            return self.kernel[grid](*given, **options)
+
+        return launch
+
+
+@pytest.mark.interpreter
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+@pytest.mark.parametrize("offsets", [None, [0, 3, 35]])
+def test_interpreted_launches_start_on_16_bytes(offsets, monkeypatch):
+    """Others are other programs, whose machine code nobody has looked at; 35 gates are no multiple of 4."""
+    found = []
+    for name in [n for n in vars(chunkwise) if n.endswith("_kernel")]:
+        monkeypatch.setattr(chunkwise, name, Seen(name, getattr(chunkwise, name), found))
+    g = torch.Generator().manual_seed(0)
+    q, k, v, write_k, write_v = (torch.randn(1, 35, 1, *w, 16, generator=g) for w in [()] * 3 + [(1,)] * 2)
+    gates = -torch.rand(1, 35, 1, generator=g), torch.rand(1, 35, 1, generator=g)
+    cu = None if offsets is None else torch.tensor(offsets)
+    at = chunkwise.tuning(torch.float32, 16, 16, 1000, True)._replace(chunk=16, segment_chunks=1)
+    given = (q, k / 4, v, *gates, write_k, write_v, 1.0, None, cu)
+    saved = chunkwise.allocate(q, v, write_k, cu, tuned=at)
+    o, state = chunkwise.forward(*given, saved, tuned=at)
+    chunkwise.forward(*given, [], tuned=at)
+    chunkwise.backward(o, state, *given, saved, tuned=at)
+    assert len({name for name, _ in found}) == 11
+    assert not [(name, starts) for name, starts in found if any(starts)]

@@ -229,19 +229,26 @@ def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _gates(like: Tensor, count: int, tokens: int) -> Tensor:
+    """[count, tokens] float32, uninitialised, each row of which starts on 16 bytes (up to three are behind
+    the tokens)."""
+    return like.new_empty(count, (tokens + 3) // 4 * 4, dtype=torch.float32)
+
+
 def allocate(
     q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | None, *, tuned: Tuning | None = None
 ) -> list[Tensor]:
-    """Each chunk's inverse and scores [2, B, T, HV, C], its decays [2, B, T, HV] in float32, e = v - Sbar k
-    [B, T, HV, V], and the state at its start [chunks, HV, K, V]; but for the decays in the dtype of q. Where
-    the pass has two levels, the transitions of its segments [segments, HV, K, K] in float32."""
+    """Each chunk's inverse and scores [2, B, T, HV, C], its decays [2, B T HV and a few] in float32,
+    e = v - Sbar k [B, T, HV, V], and the state at its start [chunks, HV, K, V]; but for the decays in the
+    dtype of q. Where the pass has two levels, the transitions of its segments [segments, HV, K, K] in
+    float32."""
     B, T, HV, _ = v.shape
     K, V = widths(q.dtype, q.shape[3], v.shape[3])
     tuned = tuned or tuning(q.dtype, K, V, 0, False)
     C = tuned.chunk
     per_row = (T + C - 1) // C  # T may be symbolic
     chunks = B * per_row if cu_seqlens is None else per_row + cu_seqlens.shape[0] - 1
-    decays = q.new_empty(2, B, T, HV, dtype=torch.float32)
+    decays = _gates(q, 2, B * T * HV)
     _, segments = _segments(B, T, HV, V, cu_seqlens, tuned)
     transitions = [q.new_empty(segments, HV, K, K, dtype=torch.float32)] if segments else []
     states = q.new_empty(chunks, HV, K, V)
@@ -278,7 +285,7 @@ def forward(
         (solve, scores), (grown, rest), *kept = saved
     else:
         solve, scores = q.new_empty(2, B, T, HV, C)
-        grown, rest = q.new_empty(2, B, T, HV, dtype=torch.float32)
+        grown, rest = _gates(q, 2, B * T * HV)
         kept = [None, None, q.new_empty(launched, HV, K, K, dtype=torch.float32)]
     o = torch.empty_like(v)
 
@@ -413,7 +420,7 @@ def backward(
 
     at = tuned.scores_grad
     by_scores = q.new_empty(B, T, HV, 2, C)
-    gate_grad, beta_grad, reads = q.new_empty(3, B, T, HV, dtype=torch.float32)
+    gate_grad, beta_grad, reads = _gates(q, 3, B * T * HV)
     scores_grad_kernel[(where.chunks * HV,)](
         k, log_decay, beta, scores, error, do, dv, by_scores, gate_grad, beta_grad, where.spans,
         scale, T, where.chunks_per_row, H, HV,
