@@ -136,5 +136,13 @@ def test_wrong_inputs_are_named():
         ValueError, match="rows: expected steps >= 1 and at least 198 values a token, came 3 and 138"
     ):
         refine(rows, u, v, 3, K, *options)
-    with pytest.raises(ValueError, match="rows, v: expected float32, bfloat16 or float16, came float64"):
+    with pytest.raises(ValueError, match="rows, u, v: expected float32, bfloat16 or float16, came float64"):
         refine(rows.double(), u, v, L, K, *options)
+    with pytest.raises(ValueError, match="rows, u, v: expected float32, bfloat16 or float16, came float64"):
+        refine(rows, u.double(), v, L, K, *options)
+    with pytest.raises(
+        ValueError, match=r"u: expected the shape of v, \[2, 5, 2, 16\], came \[2, 5, 1, 16\]"
+    ):
+        refine(rows, u[:, :, :1], v, L, K, *options)
+    with pytest.raises(ValueError, match=r"rows: expected \[B, T, R\] = \[2, 5, R\], came \[2, 4, 138\]"):
+        refine(rows[:, :4], u, v, L, K, *options)

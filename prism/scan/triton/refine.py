@@ -48,7 +48,7 @@ def refine(
     torch.compile and torch.func.vmap.
 
     Raises:
-        ValueError: an unknown activation, L = 0, rows that are too short, or float64.
+        ValueError: an unknown activation, L = 0, a shape that does not fit, rows that are too short, float64.
     """
     HV, V = v.shape[2:]
     if activation not in ACTIVATIONS:
@@ -59,8 +59,13 @@ def refine(
             f"rows: expected steps >= 1 and at least {least} values a token, "
             f"came {steps} and {rows.shape[-1]}"
         )
-    if torch.float64 in (rows.dtype, v.dtype):
-        raise ValueError("rows, v: expected float32, bfloat16 or float16, came float64")
+    if rows.shape[:-1] != v.shape[:2]:
+        expected = f"[{v.shape[0]}, {v.shape[1]}, R]"
+        raise ValueError(f"rows: expected [B, T, R] = {expected}, came {list(rows.shape)}")
+    if u is not None and u.shape != v.shape:
+        raise ValueError(f"u: expected the shape of v, {list(v.shape)}, came {list(u.shape)}")
+    if torch.float64 in (rows.dtype, v.dtype, v.dtype if u is None else u.dtype):
+        raise ValueError("rows, u, v: expected float32, bfloat16 or float16, came float64")
     made = _refine(rows, u, v, steps, key_width, activation, subtract, unit)
     return made[0], made[1]
 
