@@ -40,7 +40,8 @@ def table(rows: list[dict]) -> str:
         same = [
             r for r in rows if (r["arm"], r["mode"], r["T"]) == ("L = 0", row["mode"], row["T"]) and "ms" in r
         ]
-        cells += [f"{row['ms']:.2f}", f"{row['ms_launched']:.2f}", f"{row['tokens_per_second']:,.0f}"]
+        how = " (launched)" if "graph" in row else ""  # why there is no graph is in the row
+        cells += [f"{row['ms']:.2f}{how}", f"{row['ms_launched']:.2f}", f"{row['tokens_per_second']:,.0f}"]
         cells.append(f"{same[0]['ms'] / row['ms']:.3f}" if same else "-")
         cells.append(f"{base[row['T']]['ms'] / row['ms']:.3f}" if row["T"] in base else "-")
         cells += [f"{row['peak_gib']:.1f}", f"{row['check']['gradient_error']:.1e}"]

@@ -59,7 +59,7 @@ def inputs(shape: tuple[int, int, int, int], L: int, seed: int = 0) -> Inputs:
 def definition(L: int) -> Run:
     """r, gain, gate -> write_v as `Refinement.forward` makes it, its projections given."""
     refinement = Refinement(PrismConfig(vocab_size=2, n_refine=L, residual_start="value"))
-    refinement.project = lambda u, given, fused: (u, *given)  # type: ignore[method-assign]
+    refinement.project = lambda u, given: (u, *given)  # type: ignore[method-assign]
     return lambda r, gain, gate: refinement(r, r, (gain, gate)).write_v
 
 

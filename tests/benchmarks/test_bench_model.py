@@ -96,11 +96,14 @@ def test_the_best_mode_of_an_arm_is_what_is_compared(bench):
         for arm, mode, ms in (("L = 0", "eager", 4.0), ("L = 0", "compiled", 2.0), ("L = 2", "compiled", 2.5))
     ]
     rows.append({**row, "arm": "fla", "mode": "eager", "failed": "Error: a | b"})
+    rows.append({**rows[2], "mode": "eager", "graph": "not captured"})
     assert report.best(rows)["L = 0", 2048]["mode"] == "compiled"
     assert ("fla", 2048) not in report.best(rows)
     line = bench.table(rows).splitlines()[4]
     assert "| 0.800 | 0.800 |" in line
     assert "a / b" in bench.table(rows)
+    assert "| 2.50 (launched) |" in bench.table(rows)
+    assert bench.table(rows).count("(launched)") == 1
 
 
 @pytest.mark.skipif(not (ROOT / "benchmarks/results/model_h200.json").exists(), reason="not measured yet")

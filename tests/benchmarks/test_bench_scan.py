@@ -89,3 +89,16 @@ def test_a_ratio_above_one_says_that_ours_is_better(bench):
 def test_every_shape_of_a_part_has_a_name_that_says_it(bench):
     for name, shape in bench.ALL.items():
         assert name == "x".join(map(str, shape))
+
+
+def test_the_other_benchmark_gets_all_of_its_options(bench, monkeypatch):
+    """Both know --peers and --out: none may be kept back, or peers would be left out without a word."""
+    calls = []
+    monkeypatch.setattr(bench.subprocess, "call", lambda command: calls.append(command) or 0)
+    options = ["--peers", "DIR", "--parts", "fla bfloat16", "--out", "x.json", "--widths", "16"]
+    monkeypatch.setattr(sys, "argv", ["bench_scan.py", "--tiny", *options])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 0
+    assert calls[0][1].endswith("bench_scan_tiny.py")
+    assert calls[0][2:] == options
