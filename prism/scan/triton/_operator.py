@@ -40,7 +40,9 @@ INTERPRETED: bool = not isinstance(forward_kernel, triton.runtime.JITFunction)
 
 
 TRUSTED = (resident,)
-"""Implementations whose tests have passed on a GPU in their present form; `choose` takes no other."""
+"""Implementations whose tests have passed on a GPU; `choose` takes no other. Of `resident` one launch option
+has changed since then (benchmarks/results/gpu_tests_triton.txt).
+"""
 
 
 def choose(
