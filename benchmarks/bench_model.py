@@ -27,8 +27,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-import importlib.metadata
 import itertools
 import json
 import math
@@ -53,6 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from _model_report import figure, table
 from _turns import Part, report, take_turns, wait_for_turn
+from bench_scan_tiny import tune_quickly, version
 
 NEEDS_GPU = True
 TOKENS = 2**14
@@ -378,20 +377,6 @@ def trust() -> None:
     _operator.TRUSTED = (_operator.resident, _operator.chunkwise)
 
 
-def tune_quickly() -> None:
-    """20 ms a variant where Triton's autotuner takes 125: fla has a hundred and more of them."""
-    from triton.runtime.autotuner import Autotuner
-    from triton.testing import do_bench
-
-    whole = Autotuner.__init__
-
-    def init(self: Any, *args: Any, **named: Any) -> None:
-        whole(self, *args, **named)
-        self._do_bench = functools.partial(do_bench, warmup=5, rep=15)
-
-    Autotuner.__init__ = init
-
-
 def scan_of(arm: Arm, T: int) -> str:
     """Which kernels the scan of a row runs."""
     if arm.mixer == "fla":
@@ -414,13 +399,6 @@ def run(names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
             env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", "."), str(args.peers.resolve())])
         parts.append(Part(name, [*command, "--part", name], env))
     return take_turns(parts, args.seconds, args.turn, None)
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def main() -> None:

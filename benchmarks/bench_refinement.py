@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench_scan import COPY, NAMES, version
 from bench_scan import inputs as scan_inputs
+from bench_scan import measure as measure_scan
 
 from prism import PrismConfig, prism_scan
 from prism.refinement import Refinement
@@ -104,24 +104,8 @@ def errors(run: Run, L: int) -> dict[str, float]:
 
 
 def measure(run: Run, x: Inputs) -> dict[str, float]:
-    x = {n: a.detach() for n, a in x.items()}
-    median: dict[str, Any] = {"return_mode": "median", "warmup": 10, "rep": 50}
-    with torch.no_grad():
-        inference = triton.testing.do_bench(lambda: run(**x), **median)
-    leaves = {n: a.requires_grad_() for n, a in x.items()}
-    upstream = torch.randn_like(run(**leaves))
-
-    def both() -> None:
-        torch.autograd.grad(run(**leaves), list(leaves.values()), upstream)
-
-    forward = triton.testing.do_bench(lambda: run(**leaves), **median)
-    total = triton.testing.do_bench(both, **median)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    both()
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    return {"inference": inference, "forward": forward, "both": total, "peak_mib": peak}
+    """As of a scan, on leaves of its own."""
+    return measure_scan(run, {n: a.detach() for n, a in x.items()})
 
 
 def kernel_times(run: Run, x: Inputs) -> dict[str, float]:
