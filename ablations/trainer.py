@@ -232,7 +232,7 @@ class Trainer:
                 self._restore(changed, kept)
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):  # the default one may be another device's
             self._step()
         self._restore(changed, kept)
         self._graph = graph

@@ -1,5 +1,5 @@
 """What every operator of prism.scan.triton owes its caller, whatever it computes: any strides, empty batches,
-and an error where a gradient is differentiated again. In Triton's interpreter.
+and an error where a gradient is differentiated again. In Triton's interpreter, and on a GPU.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from prism.scan.triton.chain import chain
 from prism.scan.triton.refine import refine
 from prism.scan.triton.short_conv import short_conv
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before triton is imported"
-    ),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+EVERYWHERE = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.interpreter),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
 H, D, L = 2, 8, 2
 
 
@@ -40,7 +41,7 @@ def of_refine(rows, u, v):
 
 
 def of_short_conv(x):
-    weight = torch.linspace(-1, 1, H * D * 4).view(H * D, 4)
+    weight = torch.linspace(-1, 1, H * D * 4, device=x.device).view(H * D, 4)
     return short_conv(x, weight, (H,), (D,), (True,))[0]
 
 
@@ -54,22 +55,27 @@ OPERATORS = {
 EVERY = pytest.mark.parametrize("name", OPERATORS)
 
 
-def inputs(name: str, B: int, T: int) -> list[Tensor]:
+def inputs(name: str, B: int, T: int, device: str) -> list[Tensor]:
     g = torch.Generator().manual_seed(0)
-    return [torch.randn(B, T, *size, generator=g) for size in OPERATORS[name][1]]
+    return [torch.randn(B, T, *size, generator=g).to(device) for size in OPERATORS[name][1]]
 
 
 @pytest.fixture(autouse=True)
-def _poisoned():
+def _right_place(request):
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    if request.node.get_closest_marker("interpreter") and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("TRITON_INTERPRET=1 is not set")
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
+@EVERYWHERE
 @EVERY
-def test_one_token_that_stood_in_front_of_the_batch(name):
+def test_one_token_that_stood_in_front_of_the_batch(name, device):
     """[1, B, ...] transposed counts as contiguous whatever the stride of its single token says."""
-    run, given = OPERATORS[name][0], inputs(name, 3, 1)
+    run, given = OPERATORS[name][0], inputs(name, 3, 1, device)
     odd = [torch.stack(list(x.unbind(0)), 1).transpose(0, 1) for x in given]
     assert all(x.is_contiguous() and x.stride(1) != x.stride(0) for x in odd)
     found = []
@@ -81,20 +87,22 @@ def test_one_token_that_stood_in_front_of_the_batch(name):
         assert torch.equal(a, b)
 
 
+@EVERYWHERE
 @pytest.mark.parametrize("name", [n for n in OPERATORS if n != "scan"])  # which names what is empty
 @pytest.mark.parametrize(("B", "T"), [(2, 0), (0, 3), (0, 0)])
-def test_nothing_in_nothing_out(name, B, T):
-    leaves = [x.requires_grad_() for x in inputs(name, B, T)]
+def test_nothing_in_nothing_out(name, B, T, device):
+    leaves = [x.requires_grad_() for x in inputs(name, B, T, device)]
     o = OPERATORS[name][0](*leaves)
     assert o.shape[:2] == (B, T)
     grads = torch.autograd.grad(o.sum(), leaves)
     assert [g.shape for g in grads] == [x.shape for x in leaves]
 
 
+@EVERYWHERE
 @EVERY
-def test_a_gradient_of_a_gradient_raises(name):
+def test_a_gradient_of_a_gradient_raises(name, device):
     """Also where the input reaches the second loss by another path, which alone would be a wrong answer."""
-    leaves = [x.requires_grad_() for x in inputs(name, 1, 3)]
+    leaves = [x.requires_grad_() for x in inputs(name, 1, 3, device)]
     for other in (0.0, 1.0):
         loss = OPERATORS[name][0](*leaves).square().sum() + other * sum(x.pow(3).sum() for x in leaves)
         first = torch.autograd.grad(loss, leaves, create_graph=True)
@@ -102,9 +110,10 @@ def test_a_gradient_of_a_gradient_raises(name):
             torch.autograd.grad(sum(g.sum() for g in first), leaves, allow_unused=True)
 
 
+@EVERYWHERE
 @pytest.mark.parametrize("name", ["scan", "chain"])
-def test_a_gradient_of_a_gradient_raises_in_torch_func(name):
-    run, (x, *others) = OPERATORS[name][0], inputs(name, 1, 3)
+def test_a_gradient_of_a_gradient_raises_in_torch_func(name, device):
+    run, (x, *others) = OPERATORS[name][0], inputs(name, 1, 3, device)
 
     def inner(x):
         return torch.func.grad(lambda x: run(x, *others).square().sum())(x)
