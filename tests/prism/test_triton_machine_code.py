@@ -6,9 +6,10 @@ others, gave wrong gradients or an illegal address.
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ FLOAT32 = {
 }
 OFFSETS = {"spans", "offsets", "chunk_start", "owner", "segments"}
 COUNTS = {"T", "chunks_per_row", "H", "HV", "L", "slices"}
+SHARED = {"queries_grad": {"dq"}, "keys_grad": {"dk"}}
+"""What is float32 too where value heads share a key head, and in the dtype of q elsewhere."""
 
 
 def programs(
@@ -91,7 +94,12 @@ def programs(
 
 
 def machine_code(
-    kernel: Any, constants: dict[str, Any], dtype: str, at: chunkwise.Launch, folder: Path
+    kernel: Any,
+    constants: dict[str, Any],
+    dtype: str,
+    at: chunkwise.Launch,
+    folder: Path,
+    float32: Set[str] = FLOAT32,
 ) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -105,7 +113,7 @@ def machine_code(
         elif name == "scale":
             signature[name] = "fp32"
         else:
-            kind = "fp32" if name in FLOAT32 else "i64" if name in OFFSETS else dtype
+            kind = "fp32" if name in float32 else "i64" if name in OFFSETS else dtype
             signature[name] = f"*{kind}"
             attributes[(n,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
@@ -151,8 +159,72 @@ def check(
         for name, kernel, constants in programs(tuned, K, V, writes, packed, states):
             at = getattr(tuned, name)
             if only in ("", name) and (tuned is many or at != getattr(many, name)):
-                code = machine_code(kernel, constants, dtype, at, folder)
-                assert not bad_sums(code), f"{name} at K = {K}, V = {V}, {dtype}, {at}, {constants}"
+                for shared in (set(), SHARED[name]) if name in SHARED else (set(),):
+                    code = machine_code(kernel, constants, dtype, at, folder, FLOAT32 | shared)
+                    assert not bad_sums(code), (
+                        f"{name} at K = {K}, V = {V}, {dtype}, {at}, {constants}, {shared}"
+                    )
+
+
+class Recorder:
+    """Stands for a kernel and runs nothing."""
+
+    def __init__(self, kernel: Any, launches: list[Any]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *given, **options: self.launches.append((self.kernel, given, options))
+
+
+def of(kernel: Any, options: dict[str, int], constants: dict[str, Any], float32: Set[str]) -> tuple[Any, ...]:
+    """What tells programs apart; which tensors are float32 only where it is not always the same."""
+    shared = set().union(*SHARED.values()) & float32 & set(kernel.arg_names)
+    return kernel.__name__, *(tuple(sorted(x.items(), key=str)) for x in (options, constants)), *shared
+
+
+def test_every_program_that_is_launched_is_in_the_list(monkeypatch):
+    listed = set()
+    for K, V, writes, packed, states in itertools.product(*[(64, 128)] * 2, *[(False, True)] * 3):
+        for count in (chunkwise.FEW_PROGRAMS, chunkwise.FEW_PROGRAMS + 1):
+            tuned = chunkwise.tuning(torch.bfloat16, K, V, count, writes)
+            for name, kernel, constants in programs(tuned, K, V, writes, packed, states):
+                for shared in (set(), SHARED[name]) if name in SHARED else (set(),):
+                    listed.add(of(kernel, getattr(tuned, name).options, constants, shared))
+    assert len(listed) == 292
+
+    launches: list[Any] = []
+    for name in [name for name in vars(chunkwise) if name.endswith("_kernel")]:
+        monkeypatch.setattr(chunkwise, name, Recorder(getattr(chunkwise, name), launches))
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    T = 35  # gates of an odd number
+    cases = itertools.product(((64, 128), (100, 20)), (0, 2), (1, 2), (1, 65), (False, True), (0, 1, 2))
+    for (K, V), L, HV, B, levels, given in cases:
+        for offsets in (None, torch.tensor([0, 0, 7, T])) if B == 1 else (None,):
+            q, v, gate = zeros(B, T, 1, K), zeros(B, T, HV, V), zeros(B, T, HV, dtype=torch.float32)
+            write_k, write_v = (zeros(B, T, HV, L, width) if L else None for width in (K, V))
+            state = zeros(B if offsets is None else 3, HV, K, V, dtype=torch.float32)
+            tuned = chunkwise._tuned(*chunkwise._widened(q, q, v, None, None, None)[1:3], write_k, offsets)
+            tuned = tuned._replace(segment_chunks=int(levels))
+            saved = chunkwise.allocate(q, v, write_k, offsets, tuned=tuned)
+            inputs = (q, q, v, gate, gate, write_k, write_v, 1.0, state if given == 1 else None, offsets)
+            chunkwise.forward(*inputs, saved, tuned=tuned)
+            chunkwise.forward(*inputs, [], tuned=tuned)
+            chunkwise.backward(v, state if given == 2 else None, *inputs, saved, tuned=tuned)
+    assert len({kernel.__name__ for kernel, *_ in launches}) == 11
+    for kernel, arguments, options in launches:
+        named = list(zip(kernel.arg_names, kernel.params, arguments, strict=True))
+        constants = {name: x for name, param, x in named if param.is_constexpr or x is None}
+        tensors = {name: x for name, _, x in named if isinstance(x, torch.Tensor)}
+        float32 = {name for name, x in tensors.items() if x.dtype == torch.float32}
+        assert of(kernel, options, constants, float32) in listed, (kernel.__name__, options, constants)
+        assert float32 - {"dq", "dk"} == tensors.keys() & FLOAT32
+        assert all(tensors[name].dtype == torch.int64 for name in tensors.keys() & OFFSETS)
+        others = {name for name, *_ in named} - constants.keys() - tensors.keys()
+        assert others <= COUNTS | {"scale"}
+        assert not [name for name, x in tensors.items() if x.data_ptr() % 16]
 
 
 def test_a_bad_sum_is_found():
