@@ -147,11 +147,11 @@ def test_chain_at_large_arguments(device, dtype):
 @pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
 def test_chain_at_small_arguments(device, dtype):
     """Digits are relative: what is nearly nothing must not be rounded to the grid of its neighbours."""
-    z = torch.logspace(-8, -0.5, 40).to(device, dtype)
+    z = torch.logspace(-8, 0, 80).to(device, dtype)
     r = torch.cat([z, -z]).reshape(1, 1, 1, -1)
     for activation, exact in (("gelu", F.gelu), ("silu", F.silu), ("tanh", torch.tanh)):
         found = chain(r, None, torch.ones(1, 1, 1, 1, device=device), activation).flatten()
-        torch.testing.assert_close(found, exact(r.double()).float().flatten(), rtol=3e-6, atol=0)
+        torch.testing.assert_close(found, exact(r.double()).float().flatten(), rtol=4e-6, atol=0)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
