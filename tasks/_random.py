@@ -78,7 +78,7 @@ def sort_(words: Int[Tensor, "n count"]) -> Int[Tensor, "n count"]:
 
 
 def _to_device(keys: Sequence[int], device: torch.device) -> Int[Tensor, "keys"]:
-    keys_here = torch.tensor([signed(key) for key in keys])
+    keys_here = torch.tensor([signed(key) for key in keys], device="cpu")
     # From pinned memory the copy is queued; otherwise the host would wait for all work before it.
     return (keys_here.pin_memory() if device.type == "cuda" else keys_here).to(device, non_blocking=True)
 

@@ -45,6 +45,8 @@ def test_words_do_not_depend_on_how_they_are_asked_for():
 def test_several_keys_give_the_rows_of_each():
     keys = [5, key("high bit"), 2**64 - 1]
     assert torch.equal(Rng(keys, 3, 4).words(6), torch.cat([Rng(k, 3, 4).words(6) for k in keys]))
+    with torch.device("meta"):  # a default device says nothing about where keys come from
+        assert torch.equal(Rng(keys, 3, 4).words(6), Rng(keys, 3, 4).words(6))
 
 
 @pytest.mark.parametrize("bound", [1, 2, 3, 10, 29, 64, 1000])
