@@ -1,7 +1,11 @@
-"""What the tests of the scan share: inputs, a run with all gradients, a comparison that says what differs."""
+"""What the tests of the scan and of its kernels share: inputs, a run with all gradients, a comparison that
+says what differs, the place that a kernel's test asks for.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -77,3 +81,15 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: flo
 @pytest.fixture(scope="session")
 def scan_cases() -> SimpleNamespace:
     return SimpleNamespace(make=make, cast=cast, results=results, error=error, assert_close=assert_close)
+
+
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Skips a test that is marked for a place that is not here, and fills new memory with NaN."""
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    if request.node.get_closest_marker("interpreter") and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("TRITON_INTERPRET=1 is not set")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from prism.scan.triton import chain as module  # noqa: E402
 from prism.scan.triton.chain import chain  # noqa: E402
 
 pytestmark = [
+    pytest.mark.usefixtures("kernels"),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:gain='one' with activation='identity':UserWarning"),
@@ -41,17 +41,6 @@ ALONE = pytest.param("cpu", torch.float32, marks=pytest.mark.interpreter)
 # Largest |x - reference| / |reference| of an output and of a gradient.
 BOUNDS = {torch.float32: (1e-6, 2e-6), torch.float16: (5e-4, 1e-3), torch.bfloat16: (4e-3, 6e-3)}
 Inputs = dict[str, Tensor | None]
-
-
-@pytest.fixture(autouse=True)
-def _right_place(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
-    if request.node.get_closest_marker("interpreter") and not INTERPRETED:
-        pytest.skip("TRITON_INTERPRET=1 is not set")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def make(B: int, T: int, HV: int, V: int, L: int, gain: bool = True, seed: int = 0) -> Inputs:

@@ -6,9 +6,6 @@ under test before the reference sees them, and new memory is filled with NaN.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -17,7 +14,10 @@ from prism.refinement import ACTIVATIONS, l2_norm
 pytest.importorskip("triton")
 from prism.scan.triton.refine import refine
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("kernels"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
 PLACES = [
     pytest.param("cpu", torch.float32, marks=pytest.mark.interpreter),
     pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
@@ -35,17 +35,6 @@ CASES = {
     "bare_keys_no_anchor": (2, 3, 2, 8, 8, 2, 4, "gelu", True, False, False),
     "wide": (1, 70, 2, 128, 64, 2, 4, "gelu", True, True, True),
 }
-
-
-@pytest.fixture(autouse=True)
-def _right_place(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
-    if request.node.get_closest_marker("interpreter") and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("TRITON_INTERPRET=1 is not set")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def reference(rows, u, v, L, K, activation, subtract, unit):

@@ -6,9 +6,6 @@ under test before the reference sees them, and new memory is filled with NaN.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +17,10 @@ from prism.refinement import l2_norm
 pytest.importorskip("triton")
 from prism.scan.triton.short_conv import short_conv
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("kernels"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
 PLACES = [
     pytest.param("cpu", torch.float32, marks=pytest.mark.interpreter),
     pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
@@ -43,17 +43,6 @@ CASES = {
     "more_taps_than_a_step": (1, 70, (1,), (16,), (True,), 7, True),
     "wide": (1, 10, (1, 1), (160, 256), (True, False), 4, True),
 }
-
-
-@pytest.fixture(autouse=True)
-def _right_place(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
-    if request.node.get_closest_marker("interpreter") and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("TRITON_INTERPRET=1 is not set")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def reference(x, weight, heads, widths, unit, silu):

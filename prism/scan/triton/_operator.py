@@ -33,7 +33,7 @@ from torch import Tensor
 
 from prism.scan.triton import chunkwise, resident
 from prism.scan.triton._resident_kernels import forward_kernel
-from prism.scan.triton._transforms import differentiable_once
+from prism.scan.triton._transforms import differentiable_once, plain
 
 INTERPRETED: bool = not isinstance(forward_kernel, triton.runtime.JITFunction)
 """True where TRITON_INTERPRET=1 was set before triton was imported."""
@@ -141,17 +141,6 @@ def _(
     return [x.new_empty(x.shape) for x in inputs if x is not None]
 
 
-def _plain(*tensors: Tensor | None) -> bool:
-    """Nothing but autograd looks at these tensors: the operator's dispatch, half of a small call, can go."""
-    if torch._C._len_torch_dispatch_stack():
-        return False
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return all(x is None or (type(x) in _TENSORS and not wrapped(x)) for x in tensors)
-
-
-_TENSORS = (Tensor, torch.nn.Parameter)
-
-
 def _dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
@@ -229,7 +218,7 @@ def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tenso
     floating = do, dstate, *tensors, initial_state
 
     def gradients() -> list[Tensor | None]:
-        run: Callable[..., list[Tensor]] = _run_backward if _plain(*floating) else _scan_backward
+        run: Callable[..., list[Tensor]] = _run_backward if plain(*floating) else _scan_backward
         found = iter(run(do, dstate, *tensors, ctx.scale, initial_state, cu_seqlens, list(kept[9:])))
         return [None if x is None else next(found) for x in (*tensors, initial_state)]
 
@@ -288,7 +277,7 @@ def apply(*inputs: Any) -> tuple[Tensor, Tensor]:
         o, state, *_ = _scan(*inputs, grad)
         return o, state
     tensors = (*inputs[:7], inputs[8])
-    if not _plain(*tensors):
+    if not plain(*tensors):
         o, state, *_ = _Transformed.apply(*inputs, grad)
     elif grad and any(x is not None and x.requires_grad for x in tensors):
         o, state = _Eager.apply(*inputs, True)

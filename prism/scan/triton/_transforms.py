@@ -1,5 +1,5 @@
-"""What torch.func and autograd ask of every operator here: members of a vmap folded into the batch, and an
-error where a gradient is differentiated again.
+"""What torch.func and autograd ask of every operator here: whether they look on at all, members of a vmap
+folded into the batch, and an error where a gradient is differentiated again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def plain(*tensors: Tensor | None) -> bool:
+    """Nothing but autograd looks at these tensors: the operator's dispatch, half of a small call, can go."""
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return all(x is None or (type(x) in _TENSORS and not wrapped(x)) for x in tensors)
+
+
+_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def fold(E: int, dims: Sequence[int | None], inputs: Sequence[Any]) -> list[Any]:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from prism.scan.triton._chain_kernels import chain_grad_kernel, chain_kernel
 from prism.scan.triton._launch import evenly, launch
-from prism.scan.triton._operator import _plain
-from prism.scan.triton._transforms import differentiable_once, fold, folded_call
+from prism.scan.triton._transforms import differentiable_once, fold, folded_call, plain
 
 ACTIVATIONS = ("gelu", "silu", "tanh", "identity")
 
@@ -141,7 +140,7 @@ def _backward(ctx: Any, d_write_v: Tensor) -> tuple[Tensor | None, ...]:
     given = d_write_v, r, gain, gate
 
     def gradients() -> list[Tensor | None]:
-        run = _run_backward if _plain(*given) else _chain_backward
+        run = _run_backward if plain(*given) else _chain_backward
         d_r, *d_gain, d_gate = run(*given, ctx.activation, ctx.subtract)
         return [d_r, d_gain[0] if d_gain else None, d_gate]
 
@@ -161,7 +160,7 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any) -> Tensor:
         # The operator's dispatch costs as much as a small chain: only where something else looks on.
-        return (_run if _plain(*args[:3]) else _chain)(*args)
+        return (_run if plain(*args[:3]) else _chain)(*args)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
