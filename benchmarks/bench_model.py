@@ -300,6 +300,16 @@ GROUPS = {
     "scan": ("chunk_", "recompute_w_u", "prepare_wy", "solve_tril", "gdn_gate", "main_kernel"),
 }
 """Group of kernels -> parts of their names, those of torch.compile and of fla; the first that fits counts."""
+OURS = {"short_conv": "short convolutions", "chain": "refinement", "refine": "refinement"}
+"""Group of our kernels by how their names start; all others are the scan's."""
+
+
+def group_of(name: str, ours: set[str]) -> str:
+    """`ours`: the names of our kernels."""
+    if name in ours:
+        return next((group for start, group in OURS.items() if name.startswith(start)), "scan")
+    fits = (group for group, marks in GROUPS.items() if any(mark in name.lower() for mark in marks))
+    return next(fits, "other")
 
 
 def profile(step: Callable[[], Tensor], steps: int = 3) -> tuple[dict[str, float], list[str]]:
@@ -316,8 +326,7 @@ def profile(step: Callable[[], Tensor], steps: int = 3) -> tuple[dict[str, float
         if event.device_type != torch.autograd.DeviceType.CUDA:
             continue
         name, ms = event.name, event.device_time / 1e3 / steps
-        fits = [group for group, marks in GROUPS.items() if any(mark in name.lower() for mark in marks)]
-        group = "scan" if name in ours else fits[0] if fits else "other"
+        group = group_of(name, ours)
         groups[group] = groups.get(group, 0.0) + ms
         kernels.setdefault(f"{group:18} {name[:110]}", []).append(ms)
     ranked = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:60]

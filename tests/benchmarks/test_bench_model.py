@@ -82,6 +82,21 @@ def test_untrusted_kernels_are_taken_on_demand(bench, monkeypatch):
     assert bench.scan_of(bench.ARMS["L = 2"], 4096) == "resident"
 
 
+def test_kernels_are_counted_where_they_belong(bench):
+    ours = {"scan_kernel", "short_conv_grad_kernel", "chain_kernel", "refine_grad_kernel"}
+    groups = {
+        "scan_kernel": "scan",
+        "short_conv_grad_kernel": "short convolutions",
+        "chain_kernel": "refinement",
+        "refine_grad_kernel": "refinement",
+        "chunk_fwd_kernel_o": "scan",  # fla's
+        "triton_poi_fused_gelu_10": "elementwise, fused",
+        "nvjet_sm90_tst_256x128": "matrix products",
+        "Memset (Device)": "other",
+    }
+    assert {name: bench.group_of(name, ours) for name in groups} == groups
+
+
 def test_the_best_mode_of_an_arm_is_what_is_compared(bench):
     report = sys.modules["_model_report"]
     row = {
