@@ -403,6 +403,7 @@ def test_the_implementation_is_chosen_by_shape(monkeypatch, shape, name):
     assert _operator.choose(*shape).__name__ == f"prism.scan.triton.{name}"
     if not INTERPRETED:
         assert _operator.choose(*shape, torch.float32) is resident
+        assert _operator.choose(*shape, torch.float16) is resident
     monkeypatch.setattr(_operator, "TRUSTED", (resident,))
     assert _operator.choose(*shape) is resident
 

@@ -114,3 +114,17 @@ def test_a_gradient_of_a_gradient_raises_in_torch_func(name, device):
         torch.func.grad(lambda x: inner(x).square().sum())(x)
     members = torch.stack([x, 2 * x])
     torch.testing.assert_close(torch.func.vmap(inner)(members), torch.stack([inner(m) for m in members]))
+
+
+@pytest.mark.gpu
+def test_a_state_beyond_the_range_of_float16():
+    """640 equal writes of 300 add up to 192,000, of which a read is an eighth."""
+    T, K = 640, 64
+    k = torch.zeros(1, T, 1, K, device="cuda", dtype=torch.float16)
+    k[..., 0] = 1
+    v, none = torch.full_like(k, 300), k.new_zeros(1, T, 1)
+    writes = k.unsqueeze(3), v.unsqueeze(3)
+    o, state = prism_scan(k, k, v, none, none, *writes, output_final_state=True, backend="triton")
+    want = torch.arange(1, T + 1, device="cuda", dtype=torch.float32) * 300
+    torch.testing.assert_close(o[0, :, 0, 0].float(), want / 8, rtol=2e-3, atol=0)
+    torch.testing.assert_close(state[0, 0, 0], want[-1:].expand(K), rtol=2e-3, atol=0)

@@ -50,22 +50,23 @@ def choose(
 ) -> ModuleType:
     """The implementation for T tokens in all, N sequences, HV value heads, widths K, V and L writes a token.
 
-    | dtype   | wider of K, V | mean length T / N | pairs N * HV | implementation |
-    |---------|---------------|-------------------|--------------|----------------|
-    | half    | 33 to 128     | from 512          | any          | chunkwise      |
-    | half    | 33 to 128     | from 128          | from 256     | chunkwise      |
-    | half    | up to 32      | from 2048         | up to 128    | chunkwise      |
-    | others  |               |                   |              | resident       |
+    | dtype    | wider of K, V | mean length T / N | pairs N * HV | implementation |
+    |----------|---------------|-------------------|--------------|----------------|
+    | bfloat16 | 33 to 128     | from 512          | any          | chunkwise      |
+    | bfloat16 | 33 to 128     | from 128          | from 256     | chunkwise      |
+    | bfloat16 | up to 32      | from 2048         | up to 128    | chunkwise      |
+    | others   |               |                   |              | resident       |
 
     `resident` takes a step a token and needs many pairs to fill a GPU; `chunkwise` takes a step a chunk and
     pays for products of tiles, least where heads are wide. In float32 those have no matrix instructions to
-    gain from, and `resident` is faster at every shape measured (benchmarks/NOTES.md). Triton's interpreter,
-    which has float32 alone, takes it as if it were half precision.
+    gain from, and `resident` is faster at every shape measured (benchmarks/NOTES.md). In float16 they round
+    the state to a dtype whose range it can leave where q, v and o do not; `resident` keeps it in float32.
+    Triton's interpreter, which has float32 alone, takes it as if it were bfloat16.
     """
     width, pairs, length = max(K, V), N * HV, T // max(N, 1)
     if chunkwise not in TRUSTED or width > chunkwise.MAX_WIDTH:
         return resident
-    if dtype == torch.float32 and not INTERPRETED:
+    if dtype != torch.bfloat16 and not INTERPRETED:
         return resident
     if width > 32:
         return chunkwise if length >= 512 or (length >= 128 and pairs >= 256) else resident
