@@ -23,12 +23,22 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def padded_linear(x: Float[Tensor, "*batch d"], weight: Float[Tensor, "R d"]) -> Float[Tensor, "*batch R8"]:
-    """F.linear, in half precision on a GPU with zeros behind the R results, up to a multiple of eight.
+def padded_rows(rows: int) -> int:
+    """`rows`, rounded up to what a product in half precision should have (`padded_linear`).
 
-    Rows of the product then start on 16 bytes, without which the matrix units are fed by slower copies.
+    Rows of results that do not start on 16 bytes feed the matrix units by slower copies: a multiple of 8.
+    And where a stride is above 1,024 and no multiple of 128 bytes, torch.compile spreads a product's rows to
+    one (inductor's `comprehensive_padding`) and then copies all of it for an operator that was promised
+    contiguous rows, once forward and once backward: a multiple of 64.
     """
-    missing = -weight.shape[0] % 8 if x.is_cuda and working_dtype(x) in HALF else 0
+    multiple = 64 if rows > 1024 else 8
+    return rows + -rows % multiple
+
+
+def padded_linear(x: Float[Tensor, "*batch d"], weight: Float[Tensor, "R d"]) -> Float[Tensor, "*batch R1"]:
+    """F.linear, in half precision on a GPU with zeros behind the R results, `padded_rows` in all."""
+    rows = weight.shape[0]
+    missing = padded_rows(rows) - rows if x.is_cuda and working_dtype(x) in HALF else 0
     return F.linear(x, F.pad(weight, (0, 0, 0, missing)) if missing else weight)
 
 

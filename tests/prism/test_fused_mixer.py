@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prism import PrismConfig, PrismModel, _fused
-from prism._fused import split_linear
+from prism._fused import padded_rows, split_linear
 from prism.mixer import PrismMixer
 
 pytest.importorskip("triton")
@@ -142,6 +142,19 @@ def test_a_product_on_a_cpu_is_split_and_not_padded():
     assert [part.shape[-1] for part in parts] == [2, 3]
     assert _fused.padded_linear(x.bfloat16(), weight.bfloat16()).shape == (3, 5)
     assert torch.equal(torch.cat(parts, -1), torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("rows", [1, 524, 1016, 1017, 1025, 2316, 3084, 3136])
+def test_inductor_leaves_the_rows_of_padded_products_where_they_are(rows):
+    """Where it does not, it copies the whole product for each operator that reads it."""
+    from torch._inductor.ir import Layout
+
+    padded = padded_rows(rows)
+    strides = [padded, 1]
+    assert rows <= padded < rows + 64
+    assert padded % 8 == 0
+    assert list(Layout._pad_strides(strides, [16384, padded], torch.bfloat16)) == strides
+    assert list(Layout._pad_strides([3088, 1], [16384, 3088], torch.bfloat16)) == [3136, 1]
 
 
 @pytest.mark.gpu

@@ -33,6 +33,7 @@ CASES = {
     "odd_widths": (1, 4, 2, 5, 12, 2, 6, "tanh", True, True, True),
     "kept_residual": (1, 4, 2, 8, 8, 3, 2, "identity", False, True, True),
     "bare_keys_no_anchor": (2, 3, 2, 8, 8, 2, 4, "gelu", True, False, False),
+    "much_behind": (1, 3, 2, 8, 8, 1, 52, "gelu", True, True, True),
     "wide": (1, 70, 2, 128, 64, 2, 4, "gelu", True, True, True),
 }
 
