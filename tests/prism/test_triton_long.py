@@ -34,7 +34,7 @@ needs_interpreter = pytest.mark.skipif(
 
 NAMES = ("q", "k", "v", "log_decay", "beta", "write_k", "write_v", "initial_state")
 # Largest |x - reference| / |reference| of an output and of a gradient.
-BOUNDS = {torch.float32: (1e-5, 1e-4), torch.float16: (2e-3, 4e-3), torch.bfloat16: (1.5e-2, 2e-2)}
+BOUNDS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1.5e-2, 2e-2)}
 
 
 @pytest.fixture(autouse=True)
@@ -295,18 +295,18 @@ def test_interpreted_gradient_of_one_output_only():
         torch.testing.assert_close(a, b + c, rtol=1e-4, atol=1e-5)
 
 
-# On a GPU float32 never comes here (`choose`), and each pair of padded widths is one set of programs.
-HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+# On a GPU only bfloat16 comes here (`choose`), and each pair of padded widths is one set of programs.
 
 
 @pytest.mark.gpu
 @needs_gpu
-@HALF
 @pytest.mark.parametrize(("K", "V"), list(itertools.product((64, 128), repeat=2)))
 @pytest.mark.parametrize("L", [0, 2])
-def test_every_program(L, K, V, dtype):
+@pytest.mark.parametrize("programs", [chunkwise.FEW_PROGRAMS, chunkwise.FEW_PROGRAMS + 1])
+def test_every_program(programs, L, K, V):
     """At the warps, stages and slices that these widths are launched with: there are no others."""
-    check(errors(make(1, 130, 1, 2, K, V, L), dtype, "cuda"), dtype)
+    at = chunkwise.tuning(torch.bfloat16, K, V, programs, L > 0)
+    check(errors(make(1, 130, 1, 2, K, V, L), torch.bfloat16, "cuda", tuned=at), torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -323,33 +323,31 @@ def test_padded_widths(K, V):
 def test_few_and_many_programs(L, sequences):
     """Launch settings differ between them."""
     assert (sequences <= chunkwise.FEW_PROGRAMS) == (sequences == 3)
-    check(errors(make(sequences, 130, 1, 1, 128, 64, L), torch.bfloat16, "cuda"), torch.bfloat16)
+    check(errors(make(sequences, 70, 1, 1, 128, 64, L), torch.bfloat16, "cuda"), torch.bfloat16)
 
 
 @pytest.mark.gpu
 @needs_gpu
-@HALF
-def test_writes(dtype):
+def test_writes():
     for L in range(9):
-        check(errors(make(2, 70, 2, 2, 64, 64, L), dtype, "cuda"), dtype)
+        check(errors(make(2, 70, 2, 2, 64, 64, L), torch.bfloat16, "cuda"), torch.bfloat16)
 
 
 @pytest.mark.gpu
 @needs_gpu
-@HALF
-def test_every_length(dtype):
+def test_every_length():
+    """Four sequences: the gradient of a single beta is one sum, which may cancel below its rounding."""
     for T in range(1, 131):
-        inputs = make(1, T, 1, 1, 20, 48, 1, seed=T)
-        check(errors(inputs, dtype, "cuda"), dtype)
+        inputs = make(4, T, 1, 1, 20, 48, 1, seed=T)
+        check(errors(inputs, torch.bfloat16, "cuda"), torch.bfloat16)
 
 
 @pytest.mark.gpu
 @needs_gpu
-@HALF
 @pytest.mark.parametrize("offsets", [[0, 0, 5, 200, 200, 201, 330], [0, 64, 128, 192], [0, 1, 2, 3]])
-def test_packed_sequences(offsets, dtype):
+def test_packed_sequences(offsets):
     inputs = make(1, offsets[-1], 2, 4, 64, 32, 2, N=len(offsets) - 1)
-    check(errors(inputs, dtype, "cuda", offsets), dtype)
+    check(errors(inputs, torch.bfloat16, "cuda", offsets), torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -390,19 +388,17 @@ def test_levels_chosen_by_shape():
 
 @pytest.mark.gpu
 @needs_gpu
-@HALF
 @pytest.mark.parametrize("beta", [0.9, 1.0, 1.9, 2.0])
-def test_repeated_keys(beta, dtype):
+def test_repeated_keys(beta):
     """The system amplifies what rounding to half precision leaves, here up to twenty times."""
-    found = errors(repeated_keys(200, beta), dtype, "cuda")
-    check({n: e / 20 for n, e in found.items()}, dtype)
+    found = errors(repeated_keys(200, beta), torch.bfloat16, "cuda")
+    check({n: e / 20 for n, e in found.items()}, torch.bfloat16)
 
 
 @pytest.mark.gpu
 @needs_gpu
-@HALF
-def test_alternating_decay(dtype):
-    check(errors(alternating(200), dtype, "cuda"), dtype)
+def test_alternating_decay():
+    check(errors(alternating(200), torch.bfloat16, "cuda"), torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -447,7 +443,9 @@ def test_through_the_operator(L, monkeypatch):
         o_static = run(*static)
         grads_static = torch.autograd.grad(o_static, static, do)
     with torch.no_grad():
-        static[2].mul_(2)
+        for name, x in zip(names, static, strict=True):
+            if name in ("v", "write_v"):  # in which both results are linear
+                x.mul_(2)
     graph.replay()
     torch.testing.assert_close(o_static, 2 * o, rtol=0.02, atol=0.02)
     torch.testing.assert_close(grads_static[0], 2 * grads[0], rtol=0.05, atol=0.05)

@@ -30,10 +30,11 @@ def reverse_kernel(
     q, k, beta, solve, scores, grown, rest, error, do, d_final, dv, d_states, d_initial, kept,
     offsets, chunk_start, scale, T, chunks_per_row, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, FINAL: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dv; d_states, the gradient of the state at each chunk's end; d_initial; kept [tokens, HV, slices], each
-    slice's share of e . (exp(G_C - G) k dS). One program: sequence, value head, slice of V."""
+    slice's share of e . (exp(G_C - G) k dS). One program: sequence, value head, slice of V. STAGES as in
+    `scan_kernel`."""
     SLICES: tl.constexpr = (V + BV - 1) // BV
     part = tl.program_id(0) % SLICES
     v0 = part * BV
@@ -47,7 +48,7 @@ def reverse_kernel(
         state += tl.load(d_final + own + at, mask=exists, other=0.0).to(tl.float32)
     rows = tl.arange(0, C)
     chunks = tl.cdiv((end - first).to(tl.int32), C)
-    for back in range(chunks):
+    for back in tl.range(chunks, num_stages=STAGES):
         step = chunks - 1 - back
         token = first + step * C
         left = (end - token).to(tl.int32)

@@ -6,9 +6,10 @@ With e_t = v_t - Sbar_t k_t, the error that the rank-1 write corrects, and U = b
         = Vb - sum_l tril(Kb X^l^T . gamma, -1) W^l - exp(G) Kb S_0^T.
 
 `prepare_kernel` inverts the matrix on the left, which holds neither v nor the writes, and forms P = tril(Q
-Kb^T . gamma); `writes_kernel` forms what L writes add to v, to o and to the state. Both work on all chunks at
-once. `scan_kernel` walks through the chunks of one sequence and head with a slice of the state's V columns on
-chip; the columns of the state are independent of each other.
+Kb^T . gamma); `writes_kernel` forms what L writes add to v and to the state. Both work on all chunks at once.
+`scan_kernel` walks through the chunks of one sequence and head with a slice of the state's V columns on chip;
+the columns of the state are independent of each other. Without writes it forms o on its way; with writes
+`output_kernel` does, on all chunks at once again, for the walk is what takes long.
 
 Two faults of the ptxas 12.8 that Triton 3.4 to 3.7.0 ships have made such kernels wrong on Hopper, at some
 widths and numbers of warps only. A matrix instruction may read its left operand from registers that have
@@ -26,6 +27,7 @@ from prism.scan.triton._chunks import (
     cumulative,
     last_of,
     load_column,
+    load_columns,
     load_rows,
     pair_decay,
     sequence_tokens,
@@ -163,13 +165,12 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L"])
 def writes_kernel(
-    q, k, v, log_decay, write_k, write_v, target, write_o, write_state, spans, scale, T,
-    chunks_per_row, H, HV, L,
+    k, v, log_decay, write_k, write_v, target, write_state, spans, T, chunks_per_row, H, HV, L,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """target = v minus what k reads of the chunk's writes; write_o = scale times what q reads of them;
-    write_state, their share of the state at the chunk's end. One program: chunk, value head, slice of V."""
+    """target = v minus what k reads of the chunk's writes; write_state, their share of the state at the
+    chunk's end. One program: chunk, value head, slice of V."""
     SLICES: tl.constexpr = (V + BV - 1) // BV
     v0 = (tl.program_id(0) % SLICES) * BV
     head = tl.program_id(0) // SLICES % HV
@@ -179,31 +180,24 @@ def writes_kernel(
     if left <= 0:
         return
     gate = first * HV + head
-    read = (first * H + head // (HV // H)) * K
     total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
-    queries = load_rows(q + read, H * K, left, 0, K, C, BK)
-    keys = load_rows(k + read, H * K, left, 0, K, C, BK)
+    keys = load_rows(k + (first * H + head // (HV // H)) * K, H * K, left, 0, K, C, BK)
     rows = tl.arange(0, C)
-    gamma = pair_decay(total[None, :], total[:, None], rows[:, None] <= rows[None, :])
-    above = rows[:, None] < rows[None, :]
+    gamma = pair_decay(total[None, :], total[:, None], rows[:, None] < rows[None, :])
     rest = tl.exp((last_of(total, C) - total).to(tl.float32))
 
-    # Transposed sums [BV, C]: the computed tile is the right operand.
+    # A transposed sum [BV, C]: the computed tile is the right operand.
     from_k = tl.zeros((BV, C), tl.float32)
-    from_q = tl.zeros((BV, C), tl.float32)
     added = tl.zeros((BK, BV), tl.float32)
     for l in range(L):
         x = load_rows(write_k + (gate * L + l) * K, HV * L * K, left, 0, K, C, BK)
         w = load_rows(write_v + (gate * L + l) * V, HV * L * V, left, v0, V, C, BV)
-        seen = tl.dot(x, tl.trans(keys), input_precision=DOT) * tl.where(above, gamma, 0.0)
+        seen = tl.dot(x, tl.trans(keys), input_precision=DOT) * gamma
         from_k = tl.dot(tl.trans(w), seen.to(w.dtype), from_k, input_precision=DOT)
-        seen = tl.dot(x, tl.trans(queries), input_precision=DOT) * (scale * gamma)
-        from_q = tl.dot(tl.trans(w), seen.to(w.dtype), from_q, input_precision=DOT)
         kept = (w.to(tl.float32) * rest[:, None]).to(w.dtype)
         added = tl.dot(tl.trans(x), kept, added, input_precision=DOT)
     values = load_rows(v + gate * V, HV * V, left, v0, V, C, BV)
     store_columns(target + gate * V, tl.trans(values).to(tl.float32) - from_k, HV * V, left, v0, V, C, BV)
-    store_columns(write_o + gate * V, from_q, HV * V, left, v0, V, C, BV)
     at, exists = state_offsets(v0, K, V, BK, BV)
     cell = (chunk.to(tl.int64) * HV + head) * K * V
     tl.store(write_state + cell + at, added.to(write_state.dtype.element_ty), mask=exists)
@@ -211,13 +205,17 @@ def writes_kernel(
 
 @triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV"])
 def scan_kernel(
-    q, k, target, beta, solve, scores, grown, rest, write_o, write_state, initial, o, final, error, states,
+    q, k, target, beta, solve, scores, grown, rest, write_state, initial, o, final, error, states,
     offsets, chunk_start, scale, T, chunks_per_row, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, INITIAL: tl.constexpr, WRITES: tl.constexpr, SAVE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """o, the final state and, for the backward pass (SAVE), e [tokens, HV, V] and the state at the start of
-    each chunk. One program: sequence, value head, slice of V."""
+    """The final state; o, unless WRITES; where SAVE, e [tokens, HV, V] and the state at the start of each
+    chunk. One program: sequence, value head, slice of V.
+
+    STAGES says how far every load runs ahead; None leaves those to wait that no product takes.
+    """
     SLICES: tl.constexpr = (V + BV - 1) // BV
     v0 = (tl.program_id(0) % SLICES) * BV
     head = tl.program_id(0) // SLICES % HV
@@ -228,7 +226,7 @@ def scan_kernel(
     state = tl.zeros((BK, BV), tl.float32)
     if INITIAL:
         state += tl.load(initial + own + at, mask=exists, other=0.0).to(tl.float32)
-    for step in range(tl.cdiv((end - first).to(tl.int32), C)):
+    for step in tl.range(tl.cdiv((end - first).to(tl.int32), C), num_stages=STAGES):
         token = first + step * C
         left = (end - token).to(tl.int32)
         gate = token * HV + head
@@ -237,8 +235,9 @@ def scan_kernel(
         keys = load_rows(k + read, H * K, left, 0, K, C, BK)
         values = load_rows(target + gate * V, HV * V, left, v0, V, C, BV)
         inverse = load_rows(solve + gate * C, HV * C, left, 0, C, C, C)
-        queries = load_rows(q + read, H * K, left, 0, K, C, BK)
-        seen = load_rows(scores + gate * C, HV * C, left, 0, C, C, C)
+        if not WRITES:
+            queries = load_rows(q + read, H * K, left, 0, K, C, BK)
+            seen = load_rows(scores + gate * C, HV * C, left, 0, C, C, C)
         b = load_column(beta + gate, HV, left, C)
         growth = load_column(grown + gate, HV, left, C)
         keep = load_column(rest + gate, HV, left, C)
@@ -252,12 +251,51 @@ def scan_kernel(
         if SAVE:
             store_rows(error + gate * V, e, HV * V, left, v0, V, C, BV)
         e *= b[:, None]
-        out = tl.dot(queries, rounded, input_precision=DOT) * (scale * growth)[:, None]
-        out = tl.dot(seen, e.to(keys.dtype), out, input_precision=DOT)
         state *= last
         if WRITES:
-            out += load_rows(write_o + gate * V, HV * V, left, v0, V, C, BV).to(tl.float32)
             state += tl.load(write_state + cell + at, mask=exists, other=0.0).to(tl.float32)
-        store_rows(o + gate * V, out, HV * V, left, v0, V, C, BV)
+        else:
+            out = tl.dot(queries, rounded, input_precision=DOT) * (scale * growth)[:, None]
+            out = tl.dot(seen, e.to(keys.dtype), out, input_precision=DOT)
+            store_rows(o + gate * V, out, HV * V, left, v0, V, C, BV)
         state = tl.dot(tl.trans(keys), (e * keep[:, None]).to(keys.dtype), state, input_precision=DOT)
     tl.store(final + own + at, state, mask=exists)
+
+
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L"])
+def output_kernel(
+    q, log_decay, beta, scores, grown, error, states, write_k, write_v, o, spans, scale, T,
+    chunks_per_row, H, HV, L,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """o: what q reads of the state at the chunk's start, of U and of the L writes. One program: chunk, value
+    head, slice of V."""
+    SLICES: tl.constexpr = (V + BV - 1) // BV
+    v0 = (tl.program_id(0) % SLICES) * BV
+    head = tl.program_id(0) // SLICES % HV
+    chunk = tl.program_id(0) // SLICES // HV
+    first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
+    left = (end - first).to(tl.int32)
+    if left <= 0:
+        return
+    gate = first * HV + head
+    at, exists = state_offsets(v0, K, V, BK, BV)
+    state = tl.load(states + (chunk.to(tl.int64) * HV + head) * K * V + at, mask=exists, other=0.0)
+    queries = load_rows(q + (first * H + head // (HV // H)) * K, H * K, left, 0, K, C, BK)
+    e = load_rows(error + gate * V, HV * V, left, v0, V, C, BV)
+    b = load_column(beta + gate, HV, left, C)
+    seen = load_columns(scores + gate * C, HV * C, left, 0, C, C, C)
+    # Transposed, [BV, C], as in `writes_kernel`.
+    out = tl.dot(tl.trans(state), tl.trans(queries), input_precision=DOT)
+    out *= scale * load_column(grown + gate, HV, left, C)[None, :]
+    out = tl.dot(tl.trans(e), (seen.to(tl.float32) * b[:, None]).to(e.dtype), out, input_precision=DOT)
+    rows = tl.arange(0, C)
+    total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
+    gamma = pair_decay(total[None, :], total[:, None], rows[:, None] <= rows[None, :]) * scale
+    for l in range(L):
+        x = load_rows(write_k + (gate * L + l) * K, HV * L * K, left, 0, K, C, BK)
+        w = load_rows(write_v + (gate * L + l) * V, HV * L * V, left, v0, V, C, BV)
+        by_q = tl.dot(x, tl.trans(queries), input_precision=DOT) * gamma
+        out = tl.dot(tl.trans(w), by_q.to(w.dtype), out, input_precision=DOT)
+    store_columns(o + gate * V, out, HV * V, left, v0, V, C, BV)

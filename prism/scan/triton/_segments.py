@@ -72,7 +72,7 @@ def segment_kernel(
     k, target, beta, solve, grown, rest, write_state, initial, parts, transitions,
     offsets, chunk_start, owner, segments, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DOT: tl.constexpr, INITIAL: tl.constexpr, WRITES: tl.constexpr,
+    DOT: tl.constexpr, INITIAL: tl.constexpr, WRITES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """parts [segments, HV, K, V], N of each segment but the last of its sequence (of the first, the state at
     its end); transitions [segments, HV, K, K], A of those between. One program: segment, value head, slice of
@@ -95,7 +95,7 @@ def segment_kernel(
     rows = tl.arange(0, BK)[:, None]
     cols = c0 + tl.arange(0, BV)[None, :]
     state = tl.where(moves & (rows == cols), 1.0, state)
-    for step in range(tl.cdiv((end - begin).to(tl.int32), C)):
+    for step in tl.range(tl.cdiv((end - begin).to(tl.int32), C), num_stages=STAGES):
         token = begin + step * C
         left = (end - token).to(tl.int32)
         gate = token * HV + head

@@ -21,7 +21,12 @@ from prism.scan.triton._chunkwise_backward import (
     scores_grad_kernel,
     writes_grad_kernel,
 )
-from prism.scan.triton._chunkwise_forward import prepare_kernel, scan_kernel, writes_kernel
+from prism.scan.triton._chunkwise_forward import (
+    output_kernel,
+    prepare_kernel,
+    scan_kernel,
+    writes_kernel,
+)
 from prism.scan.triton._segments import (
     Segments,
     combine_kernel,
@@ -54,6 +59,7 @@ class Tuning(NamedTuple):
     prepare: Launch
     writes: Launch
     scan: Launch
+    output: Launch
     reverse: Launch
     writes_grad: Launch
     scores_grad: Launch
@@ -77,17 +83,21 @@ def tuning(dtype: torch.dtype, K: int, V: int, programs: int, writes: bool) -> T
     """
     if dtype == torch.float32:
         block = min(32, _padded(V))
-        few, many = Launch(4, 1, block), Launch(8, 1, block)
-        return Tuning(32, few, few, many, many, many, many, many, many, many, many, Launch(4, 1, 16))
-    if programs <= FEW_PROGRAMS:
-        scan = reverse = Launch(4, 2, 32)
+        small, large = Launch(4, 1, block), Launch(8, 1, block)
+        return Tuning._make([32, *[small] * 2, *[large] * 9, Launch(4, 1, 16), -1])
+    few = programs <= FEW_PROGRAMS
+    narrow = Launch(4, 3, 32)
+    if K == 128:
+        # Two programs of two stages share a multiprocessor; where there are as many, and o is formed too.
+        scan, reverse = (narrow if few or writes else Launch(4, 2, 32)), narrow
     else:
-        scan = reverse = Launch(4, 3 if K == 128 else 2, 64)
+        scan, reverse = (narrow,) * 2 if few else (Launch(4, 3 if writes else 2, 64), Launch(4, 2, 64))
     return Tuning(
         chunk=64,
         prepare=Launch(4, 1, 64, 128) if K == 128 else Launch(2, 1, 64),
-        writes=Launch(4, 2, 64),
+        writes=Launch(4, 2, 64) if K == 128 else Launch(4, 2, 64, 168),
         scan=scan,
+        output=Launch(4, 2, V, 128 if K == V == 64 else 0),
         reverse=reverse,
         writes_grad=Launch(4, 1, 64),
         scores_grad=Launch(4, 2, 64),
@@ -280,13 +290,16 @@ def forward(
     packed = where.spans is not None
     tokens = (where.spans, scale, T, where.chunks_per_row, H, HV)
     length, launched = _segments(B, T, HV, V, cu_seqlens, tuned)
-    kept: list[Any]
+    writes = write_k is not None
+    error = states = None
     if saved:
-        (solve, scores), (grown, rest), *kept = saved
+        (solve, scores), (grown, rest), error, states, *transitions = saved
     else:
         solve, scores = q.new_empty(2, B, T, HV, C)
         grown, rest = _gates(q, 2, B * T * HV)
-        kept = [None, None, q.new_empty(launched, HV, K, K, dtype=torch.float32)]
+        transitions = [q.new_empty(launched, HV, K, K, dtype=torch.float32)]
+        if writes:
+            error, states = torch.empty_like(v), q.new_empty(where.chunks, HV, K, V)
     o = torch.empty_like(v)
 
     at = tuned.prepare
@@ -296,14 +309,13 @@ def forward(
         **at.options,
     )  # fmt: skip
 
-    target, write_o, write_state = v, None, None
+    target, write_state, L = v, None, 0
     if write_k is not None and write_v is not None:
-        at = tuned.writes
-        target, write_o = torch.empty_like(v), torch.empty_like(v)
-        write_state = q.new_empty(where.chunks, HV, K, V)
+        at, L = tuned.writes, write_k.shape[3]
+        target, write_state = torch.empty_like(v), q.new_empty(where.chunks, HV, K, V)
         writes_kernel[(where.chunks * HV * triton.cdiv(V, at.v_block),)](
-            q, k, v, log_decay, write_k, write_v, target, write_o, write_state, *tokens, write_k.shape[3],
-            K, V, C, BK, at.v_block, packed, wide, dot, **at.options,
+            k, v, log_decay, write_k, write_v, target, write_state, where.spans, T, where.chunks_per_row, H,
+            HV, L, K, V, C, BK, at.v_block, packed, wide, dot, **at.options,
         )  # fmt: skip
 
     sequences, offsets, chunk_start, start, last = N, where.offsets, where.chunk_start, initial_state, None
@@ -315,21 +327,26 @@ def forward(
         at = tuned.segment
         slices = triton.cdiv(V, at.v_block) + triton.cdiv(K, at.v_block)
         segment_kernel[(launched * HV * slices,)](
-            k, target, beta, solve, grown, rest, write_state, initial_state, parts, kept[2], *tables, H, HV,
-            K, V, C, BK, at.v_block, dot, given, write_o is not None,
-            **at.options,
+            k, target, beta, solve, grown, rest, write_state, initial_state, parts, transitions[0], *tables,
+            H, HV, K, V, C, BK, at.v_block, dot, given, writes, at.stages if writes else None, **at.options,
         )  # fmt: skip
-        _combine(kept[2], parts, initial_state, start, pieces, tuned, dot, reverse=False)
+        _combine(transitions[0], parts, initial_state, start, pieces, tuned, dot, reverse=False)
         sequences, offsets, chunk_start = launched, pieces.offsets, pieces.chunk_start
         last = pieces.first[1:] - 1
     at = tuned.scan
     final = q.new_empty(sequences, HV, K, V, dtype=torch.float32)
     scan_kernel[(sequences * HV * triton.cdiv(V, at.v_block),)](
-        q, k, target, beta, solve, scores, grown, rest, write_o, write_state, start, o, final, *kept[:2],
-        offsets, chunk_start, scale, T, where.chunks_per_row, H, HV,
-        K, V, C, BK, at.v_block, offsets is not None, dot, start is not None, write_o is not None,
-        bool(saved), **at.options,
+        None if writes else q, k, target, beta, solve, None if writes else scores, grown, rest, write_state,
+        start, None if writes else o, final, error, states, offsets, chunk_start, scale, T,
+        where.chunks_per_row, H, HV, K, V, C, BK, at.v_block, offsets is not None, dot, start is not None,
+        writes, error is not None, at.stages if writes else None, **at.options,
     )  # fmt: skip
+    if writes:
+        at = tuned.output
+        output_kernel[(where.chunks * HV * triton.cdiv(V, at.v_block),)](
+            q, log_decay, beta, scores, grown, error, states, write_k, write_v, o, *tokens, L,
+            K, V, C, BK, at.v_block, packed, wide, dot, **at.options,
+        )  # fmt: skip
     return o, final if last is None else final[last]
 
 
@@ -400,8 +417,7 @@ def backward(
     reverse_kernel[(sequences * HV * slices,)](
         q, k, beta, solve, scores, grown, rest, error, do, end, dv, d_states, d_initial, kept,
         offsets, chunk_start, scale, T, where.chunks_per_row, H, HV,
-        K, V, C, BK, at.v_block, offsets is not None, dot, end is not None,
-        **at.options,
+        K, V, C, BK, at.v_block, offsets is not None, dot, end is not None, at.stages, **at.options,
     )  # fmt: skip
     if first is not None:
         d_initial = d_initial[first]
