@@ -61,19 +61,22 @@ class Anchor(nn.Module):
 
     def forward(
         self, x: Float[Tensor, "B T d"], tail: Float[Tensor, "B W1 d"] | None = None, fused: bool = False
-    ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "B W1 d"] | None]:
-        """Returns u and the convolution's tail (None without a convolution).
+    ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "B T HV V"] | None, Float[Tensor, "B W1 d"] | None]:
+        """Returns u, what stands for -u in a backward pass (None: u itself), and the convolution's tail
+        (None without a convolution).
 
         `fused`: convolution and SiLU in one kernel, where x starts a sequence.
         """
+        minus_u: Tensor | None = None
         if fused and self.conv is not None and tail is None:
             from prism.scan.triton.short_conv import short_conv
 
-            (u,) = short_conv(x, self.conv, (1,), (x.shape[-1],), (False,))
+            u, minus_u = short_conv(x, self.conv, (1,), (x.shape[-1],), (False,), again=(-1,))
             u, tail = u.squeeze(2), tail_of(x, self.conv.shape[1])
+            minus_u = minus_u.squeeze(2).unflatten(-1, (self.heads, -1)) if self.proj is None else None
         else:
             u, tail = causal_conv(x, self.conv, tail) if self.conv is not None else (x, None)
             u = u if self.kind == "none" else F.silu(u)
         if self.proj is not None:
             u = F.linear(u, self.proj)
-        return u.unflatten(-1, (self.heads, -1)), tail
+        return u.unflatten(-1, (self.heads, -1)), minus_u, tail

@@ -208,12 +208,12 @@ class PrismMixer(nn.Module):
         fused = self._fuses(x)
         if fused:
             x = x.to(working_dtype(x))
-        u, anchor_tail = None, None
+        u, anchor_tail, minus_u, v_again = None, None, None, None
         if self.anchor is not None:
-            u, anchor_tail = self.anchor(x, before.anchor if before else None, fused)
+            u, minus_u, anchor_tail = self.anchor(x, before.anchor if before else None, fused)
         source = u.flatten(-2) if config.source == "anchor" and u is not None else x
         tail = before.conv if before else None
-        q, k, v, gate, beta, log_decay, conv_tail = self._project(source, tail, fused)
+        q, k, v, v_again, gate, beta, log_decay, conv_tail = self._project(source, tail, fused)
         if points.active:
             q, v, log_decay = points.fire("q", q), points.fire("v", v), points.fire("log_decay", log_decay)
             k = points.fire("k", k) if k is not None else None
@@ -221,7 +221,8 @@ class PrismMixer(nn.Module):
         state = before.state if before else None
         refined = None
         if self.refine is not None:
-            refined = self._refine(u, k, v, log_decay, beta, state, fused)
+            others = (None, None) if points.active else (minus_u, v_again)  # hooks see whole gradients
+            refined = self._refine(u, k, v, log_decay, beta, state, fused, others)
         scan_k, scan_v, scan_beta, write_k, write_v = self._assemble(k, v, beta, refined)
         if points.active and config.erase == "step":
             scan_k = points.fire("k", scan_k) if k is None else scan_k
@@ -246,7 +247,7 @@ class PrismMixer(nn.Module):
         return half and _fused.TRUSTED and self.backend(x) == "triton"
 
     def _project(self, source: Tensor, conv_tail: Tensor | None, fused: bool = False) -> tuple[Any, ...]:
-        """q, k (None if unused), v, gate (None), beta (None), log_decay, and the tail of the convolution."""
+        """q, k (None if unused), v, what stands for v (None), gate (None), beta (None), log_decay, tail."""
         config = self.config
         qkv_rows = self.rows["q"] + self.rows["k"] + self.rows["v"]
         sizes = [self.rows["gate"], self.rows["beta"], self.rows["decay"]]
@@ -261,8 +262,9 @@ class PrismMixer(nn.Module):
         else:
             qkv, gate, beta, decay = F.linear(source, self.in_proj).split([qkv_rows, *sizes], -1)
         k: Tensor | None
+        v_again: Tensor | None = None
         if fused and self.conv is not None and conv_tail is None:
-            q, k, v, rest = self._convolve(rows)
+            q, k, v, rest, v_again = self._convolve(rows)
             beta, decay = rest.split([*sizes[1:], rest.shape[-1] - len(behind)], -1)[:2]
             tail = tail_of(qkv, self.conv.shape[1])
         else:
@@ -279,10 +281,10 @@ class PrismMixer(nn.Module):
             k = keys[0] if keys else None
         erase = squash(beta, "sigmoid" if config.erase == "none" else config.erase)
         optional = gate if self.rows["gate"] else None, erase if self.rows["beta"] else None
-        return q, k, v, *optional, self._log_decay(decay, source), tail
+        return q, k, v, v_again, *optional, self._log_decay(decay, source), tail
 
-    def _convolve(self, rows: Float[Tensor, "B T R"]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """q, k (None if unused) and v at the start of a sequence, and the channels that are not convolved."""
+    def _convolve(self, rows: Float[Tensor, "B T R"]) -> tuple[Any, ...]:
+        """q, k (None), v, channels that are not convolved, what stands for v (None), as `_project` says."""
         from prism.scan.triton.short_conv import short_conv
 
         assert self.conv is not None
@@ -290,9 +292,11 @@ class PrismMixer(nn.Module):
         keys = [config.key_dim] * (2 if self.rows["k"] else 1)
         widths, unit = [*keys, config.value_dim], [config.qk_norm for _ in keys] + [False]
         heads, silu = [H for _ in keys] + [HV], config.qkv_activation == "silu"
-        made = short_conv(rows, self.conv, heads, widths, unit, silu)
-        rest = made[len(heads)] if len(made) > len(heads) else rows[..., :0]
-        return made[0], made[1] if self.rows["k"] else None, made[len(keys)], rest
+        again = [*(0 for _ in keys), int(self.refine is not None)]
+        made = short_conv(rows, self.conv, heads, widths, unit, silu, again)
+        v_again = made[-1] if self.refine is not None else None
+        rest = made[len(heads)] if rows.shape[-1] > self.conv.shape[0] else rows[..., :0]
+        return made[0], made[1] if self.rows["k"] else None, made[len(keys)], rest, v_again
 
     def _log_decay(self, decay: Tensor, source: Tensor) -> Float[Tensor, "B T HV"]:
         wide = torch.promote_types(source.dtype, torch.float32)
@@ -337,6 +341,7 @@ class PrismMixer(nn.Module):
         beta: Tensor | None,
         state: Tensor | None,
         fused: bool,
+        others: tuple[Tensor | None, Tensor | None],
     ) -> Refined:
         """The refinement, with the anchor from the state where it is serial, and with what hooks change in
         it.
@@ -356,7 +361,7 @@ class PrismMixer(nn.Module):
                     raise ValueError("swap_anchor: expected a mixer with a key of its own, came one without")
                 start = state if state is not None else self._zero_state(v)
                 anchor = true_read(refine, self._assemble, k, v, log_decay, beta, start, pins)
-            return refine(anchor, v, k, pins, fused and not watched)
+            return refine(anchor, v, k, pins, fused and not watched, *others)
 
         refined = settle({})
         if not watched:

@@ -180,9 +180,12 @@ class Refinement(nn.Module):
         k: Float[Tensor, "B T H K"] | None,
         pins: Pins | None = None,
         fused: bool = False,
+        minus_u: Float[Tensor, "B T HV V"] | None = None,
+        v_again: Float[Tensor, "B T HV V"] | None = None,
     ) -> Refined:
         """The chain. `pins` fixes elements of the named tensors; whatever follows from them is computed
-        from them. `fused`: in one kernel, which keeps neither residuals nor deltas and takes no pins.
+        from them. `fused`: in one kernel, which keeps neither residuals nor deltas and takes no pins, and
+        hands gradients to `minus_u` and `v_again` (None: to u and v), as `prism.scan.triton.refine` says.
         """
         config, L = self.config, self.config.n_refine
         pins = pins or {}
@@ -193,7 +196,8 @@ class Refinement(nn.Module):
             from prism.scan.triton.refine import refine
 
             rows, given = padded_linear(u.flatten(-2), self.proj), (L, config.key_dim, config.activation)
-            writes = refine(rows, u if anchored else None, v, *given, subtract, config.refine_key_norm)
+            options = (*given, subtract, config.refine_key_norm, minus_u, v_again)
+            writes = refine(rows, u if anchored else None, v, *options)
             return Refined(u, None, None, (), (), *writes)
         kappa, gain, gate = self.project(u, k)
         if gain is not None:

@@ -116,6 +116,43 @@ def test_a_result_that_nobody_reads_has_no_gradient(device, dtype):
     assert not d_rows[..., 64:].any()
 
 
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[2:3])
+@pytest.mark.parametrize("anchored", [True, False])
+def test_what_stands_for_the_anchor_and_the_value_takes_their_gradient(anchored, device, dtype):
+    (rows, u, v), R, options = make("default", dtype, device)
+    u = u if anchored else None
+    minus_u, v_again = (v.detach().new_empty(1).expand(v.shape).requires_grad_() for _ in range(2))
+    found = refine(rows[..., :R], u, v, *options, minus_u, v_again)
+    want = refine(rows[..., :R], u, v, *options)
+    leaves = (rows, v, u) if anchored else (rows, v)
+    d_rows, d_v, *d_u = torch.autograd.grad([x.float().square().sum() for x in want], leaves)
+    inputs = (rows, v_again, minus_u, v, *leaves[2:])
+    got = torch.autograd.grad([x.float().square().sum() for x in found], inputs, allow_unused=True)
+    assert torch.equal(got[0], d_rows)
+    assert torch.equal(got[1], d_v)
+    assert all(x is None for x in got[3:])
+    assert torch.equal(-got[2], *d_u) if anchored else got[2] is None
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[2:3])
+def test_members_of_a_vmap_add_the_gradients_of_both_readers(device, dtype):
+    from prism.scan.triton.short_conv import short_conv
+
+    (rows, _, _), R, options = make("default", dtype, device)
+    g = torch.Generator().manual_seed(2)
+    x = torch.randn(2, *rows.shape[:2], 32, generator=g).to(device, dtype).requires_grad_()
+    weight = torch.randn(32, 4, generator=g).to(device)
+
+    def loss(x, again):
+        v, *v_again = short_conv(x, weight, (2,), (16,), (False,), again=again)
+        made = refine(rows[..., :R], None, v, *options, v_again=v_again[0] if v_again else None)
+        return sum(t.float().square().sum() for t in (*made, v))
+
+    (got,) = torch.autograd.grad(torch.func.vmap(lambda x: loss(x, (1,)))(x).sum(), [x])
+    (want,) = torch.autograd.grad(loss(x[0], ()) + loss(x[1], ()), [x])
+    assert relative(got, want.double()) < BOUNDS[dtype][1]
+
+
 def test_wrong_inputs_are_named():
     (rows, u, v), _, (L, K, *options) = make("default", torch.float32)
     with pytest.raises(

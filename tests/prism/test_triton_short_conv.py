@@ -111,6 +111,28 @@ def test_further_channels_pass_through_with_their_gradient(device, dtype):
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[2:3])
+@pytest.mark.parametrize("T", [5, 70])
+def test_what_stands_for_a_result_adds_its_gradient(T, device, dtype):
+    x, weight = make(2, T, GDN[0], GDN[1], 4, dtype, device, extra=3)
+    q, k, v, rest, q_again, minus_v = short_conv(x, weight, *GDN, again=(1, 0, -1))
+    assert (q_again.shape, minus_v.shape) == (q.shape, v.shape)
+    g = torch.Generator().manual_seed(1)
+    grads = [torch.randn(t.shape, generator=g).to(device, dtype) for t in (q, k, v, rest, q, v)]
+    got = torch.autograd.grad([q, k, v, rest, q_again, minus_v], [x, weight], grads, retain_graph=True)
+    wide = [t.double() for t in grads]
+    total = [wide[0] + wide[4], wide[1], wide[2] - wide[5], wide[3]]
+    exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    want = [*reference(exact_x[..., :96], exact_weight, *GDN, True), exact_x[..., 96:]]
+    for f, w in zip(got, torch.autograd.grad(want, [exact_x, exact_weight], total), strict=True):
+        assert relative(f, w) < BOUNDS[dtype][1]
+    alone = torch.autograd.grad([q, minus_v], [x, weight], [grads[0], grads[5]])
+    zeros = torch.zeros_like(v)
+    plain = torch.autograd.grad(short_conv(x, weight, *GDN)[::2], [x, weight], [grads[0], zeros - grads[5]])
+    for f, w in zip(alone, plain, strict=True):
+        torch.testing.assert_close(f, w)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[2:3])
 def test_members_under_vmap_and_one_backward(device, dtype):
     pairs = [make(2, 5, GDN[0], GDN[1], 4, dtype, device, seed=seed) for seed in range(2)]
     x, weight = (torch.stack([p[i].detach() for p in pairs]).requires_grad_() for i in (0, 1))

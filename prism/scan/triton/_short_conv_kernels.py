@@ -89,15 +89,16 @@ def short_conv_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def short_conv_grad_kernel(
-    x, weight, d_out, d_x, d_weight, T,
+    x, weight, d_out, d_more, d_x, d_weight, T,
     HEADS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, x_row: tl.constexpr, d_row: tl.constexpr,
     w_row: tl.constexpr, LENGTH: tl.constexpr, STEP: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNIT: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
     """d_x [B, T, HEADS * D], rows d_row apart; d_weight [programs, W, w_row]: sums over a program's tokens.
 
-    d_x_t needs d_y up to t + W - 1: the walk goes on for W - 1 tokens, rounded up to a STEP, which add
-    nothing to d_weight and to the d_x of other programs.
+    The gradient is d_out + SIGN * d_more; with SIGN 0 d_more is not read. d_x_t needs d_y up to t + W - 1:
+    the walk goes on for W - 1 tokens, rounded up to a STEP, which add nothing to d_weight and to the d_x of
+    other programs.
     """
     head = tl.program_id(1)
     column = tl.arange(0, BD)
@@ -106,6 +107,7 @@ def short_conv_grad_kernel(
     start, row = _place(T, LENGTH)
     x += row * x_row + head * D
     d_out += row * (HEADS * D) + head * D
+    d_more += row * (HEADS * D) + head * D
     d_x += row * d_row + head * D
     before = ()
     pending = ()  # d_x of the last W - 1 tokens, the nearest first
@@ -122,7 +124,11 @@ def short_conv_grad_kernel(
             rows += (_load(x + step * x_row, i, start + step, T, column, real, x_row),)
         for i in tl.static_range(STEP):
             at = d_out + step * (HEADS * D)
-            grads += (_load(at, i, start + step, T, column, real, HEADS * D),)
+            grad = _load(at, i, start + step, T, column, real, HEADS * D)
+            if SIGN != 0:
+                at = d_more + step * (HEADS * D)
+                grad += SIGN * _load(at, i, start + step, T, column, real, HEADS * D)
+            grads += (grad,)
         for i in tl.static_range(STEP):
             grad = grads[i]
             y = _dot(rows[i], before, taps, W)

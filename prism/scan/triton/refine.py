@@ -35,6 +35,8 @@ def refine(
     activation: str = "gelu",
     subtract: bool = True,
     unit: bool = True,
+    minus_u: Float[Tensor, "B T HV V"] | None = None,
+    v_again: Float[Tensor, "B T HV V"] | None = None,
 ) -> tuple[Float[Tensor, "B T HV L K"], Float[Tensor, "B T HV L V"]]:
     """write_k and write_v of `steps` = L refinement steps.
 
@@ -43,6 +45,8 @@ def refine(
             and then what is ignored (its gradient is 0).
         u: the anchor; None: r^1 = v. activation: phi. subtract: r^{l+1} = r^l - delta^l, or r^l if False.
         unit: keys are L2-normalised.
+        minus_u, v_again: what `short_conv` gave to stand for -u and for v. Not read; they take the gradient
+            of r^1 in the place of u and v, whose gradient here is then None.
 
     Sums are float32, results have the dtype of rows. Differentiable once, in reverse. Works under
     torch.compile and torch.func.vmap.
@@ -64,9 +68,13 @@ def refine(
         raise ValueError(f"rows: expected [B, T, R] = {expected}, came {list(rows.shape)}")
     if u is not None and u.shape != v.shape:
         raise ValueError(f"u: expected the shape of v, {list(v.shape)}, came {list(u.shape)}")
+    for name, x in (("minus_u", minus_u), ("v_again", v_again)):
+        if x is not None and x.shape != v.shape:
+            raise ValueError(f"{name}: expected the shape of v, {list(v.shape)}, came {list(x.shape)}")
     if torch.float64 in (rows.dtype, v.dtype, v.dtype if u is None else u.dtype):
         raise ValueError("rows, u, v: expected float32, bfloat16 or float16, came float64")
-    made = _refine(rows, u, v, steps, key_width, activation, subtract, unit)
+    minus_u = None if u is None else minus_u
+    made = _refine(rows, u, v, minus_u, v_again, steps, key_width, activation, subtract, unit)
     return made[0], made[1]
 
 
@@ -94,8 +102,8 @@ def _dense(rows: Tensor, u: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor | 
 
 @torch.library.custom_op("prism::refine", mutates_args=())
 def _refine(
-    rows: Tensor, u: Tensor | None, v: Tensor, steps: int, key_width: int, activation: str,
-    subtract: bool, unit: bool,
+    rows: Tensor, u: Tensor | None, v: Tensor, minus_u: Tensor | None, v_again: Tensor | None, steps: int,
+    key_width: int, activation: str, subtract: bool, unit: bool,
 ) -> list[Tensor]:  # fmt: skip
     rows, u, v = _dense(rows, u, v)
     made = [rows.new_empty(*v.shape[:3], steps, width) for width in (key_width, v.shape[3])]
@@ -116,7 +124,7 @@ def _refine_backward(
 
 
 @_refine.register_fake
-def _(rows, u, v, steps, key_width, activation, subtract, unit):
+def _(rows, u, v, minus_u, v_again, steps, key_width, activation, subtract, unit):
     return [rows.new_empty(*v.shape[:3], steps, width) for width in (key_width, v.shape[3])]
 
 
@@ -126,7 +134,8 @@ def _(d_write_k, d_write_v, rows, u, v, steps, key_width, activation, subtract, 
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    rows, u, v, *ctx.options = inputs
+    rows, u, v, minus_u, v_again, *ctx.options = inputs
+    ctx.others = minus_u is not None, v_again is not None
     ctx.save_for_backward(rows, u, v)
 
 
@@ -136,7 +145,10 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
     shapes = [(*v.shape[:3], steps, width) for width in (key_width, v.shape[3])]
     given = [rows.new_zeros(shape) if g is None else g for g, shape in zip(grads, shapes, strict=True)]
     d_rows, d_r = _refine_backward(*given, rows, u, v, *ctx.options)
-    return d_rows, None if u is None else -d_r, d_r, *(None for _ in ctx.options)
+    for_u, for_v = ctx.others
+    d_u = None if u is None or for_u else -d_r
+    others = d_r if for_u else None, d_r if for_v else None
+    return d_rows, d_u, None if for_v else d_r, *others, *(None for _ in ctx.options)
 
 
 _refine.register_autograd(_backward, setup_context=_setup_context)

@@ -32,6 +32,7 @@ def short_conv(
     widths: Sequence[int],
     unit: Sequence[bool],
     silu: bool = True,
+    again: Sequence[int] = (),
 ) -> list[Tensor]:
     """One tensor [B, T, heads[i], widths[i]], contiguous, for each i: the first C channels of x in order.
 
@@ -40,6 +41,9 @@ def short_conv(
             result, copied: their gradient and that of the others are then one tensor.
         weight: taps as nn.Conv1d has them, its own dtype.
         unit: which results are L2-normalised head by head. silu: activation before that, or none.
+        again: 0, 1 or -1 for each i, all 0 if left out. Other than 0: behind all other results comes one that
+            stands for again[i] times result i. It has no values, only a gradient: for a reader that has the
+            values from result i, so that the backward pass adds up both gradients as it reads them.
 
     Sums are float32, the results have the dtype of x. Differentiable once, in reverse; torch.func.vmap goes
     through the members one by one.
@@ -48,14 +52,15 @@ def short_conv(
         ValueError: heads and widths that do not add up to C, x with fewer channels, or float64.
     """
     channels = sum(h * d for h, d in zip(heads, widths, strict=True))
-    if channels > x.shape[-1] or weight.shape[0] != channels or len(unit) != len(heads):
+    again = list(again) or [0 for _ in heads]
+    if channels > x.shape[-1] or weight.shape[0] != channels or not len(unit) == len(again) == len(heads):
         came = f"x {list(x.shape)}, weight {list(weight.shape)}, unit {list(unit)}"
         raise ValueError(f"heads, widths: expected {channels} channels and a flag each, came {came}")
     if x.dtype == torch.float64:
         raise ValueError("x: expected float32, bfloat16 or float16, came float64")
     if weight.shape[1] == 1:  # the kernels keep at least one token
         weight = torch.nn.functional.pad(weight, (1, 0))
-    return _short_conv(x, weight, list(heads), list(widths), list(unit), silu)
+    return _short_conv(x, weight, list(heads), list(widths), list(unit), silu, again)
 
 
 def _groups(heads: int, width: int, unit: bool) -> tuple[int, int]:
@@ -66,6 +71,11 @@ def _groups(heads: int, width: int, unit: bool) -> tuple[int, int]:
         g for g in range(1, heads * width + 1) if heads * width <= 128 * g and heads * width % g == 0
     )
     return groups, heads * width // groups
+
+
+def _stand_ins(x: Tensor, made: Sequence[Tensor], again: Sequence[int]) -> list[Tensor]:
+    """For each sign other than 0 a tensor of the shape of the result, without memory."""
+    return [x.new_empty(1).expand(out.shape) for out, sign in zip(made, again, strict=True) if sign]
 
 
 def _length(T: int) -> int:
@@ -82,7 +92,13 @@ def _launch(kernel: Any, arguments: tuple[Any, ...], heads: int, width: int, con
 
 @torch.library.custom_op("prism::short_conv", mutates_args=())
 def _short_conv(
-    x: Tensor, weight: Tensor, heads: list[int], widths: list[int], unit: list[bool], silu: bool
+    x: Tensor,
+    weight: Tensor,
+    heads: list[int],
+    widths: list[int],
+    unit: list[bool],
+    silu: bool,
+    again: list[int],
 ) -> list[Tensor]:
     x, weight, T, first, made = evenly(x), weight.contiguous(), x.shape[1], 0, []
     for h, d, norm in zip(heads, widths, unit, strict=True):
@@ -93,12 +109,19 @@ def _short_conv(
         _launch(short_conv_kernel, (x[..., first:], weight[first:], out), groups, width, constants)
         made.append(out)
         first += h * d
-    return made if first == x.shape[-1] else [*made, x[..., first:].clone(memory_format=CONTIGUOUS)]
+    rest = [] if first == x.shape[-1] else [x[..., first:].clone(memory_format=CONTIGUOUS)]
+    return [*made, *rest, *_stand_ins(x, made, again)]
 
 
 @torch.library.custom_op("prism::short_conv_backward", mutates_args=())
 def _short_conv_backward(
-    grads: list[Tensor], x: Tensor, weight: Tensor, unit: list[bool], silu: bool
+    grads: list[Tensor],
+    more: list[Tensor | None],
+    x: Tensor,
+    weight: Tensor,
+    unit: list[bool],
+    silu: bool,
+    again: list[int],
 ) -> tuple[Tensor, Tensor]:
     (B, T, rows), (C, W) = x.shape, weight.shape
     x, weight, first = evenly(x), weight.contiguous(), 0
@@ -107,7 +130,7 @@ def _short_conv_backward(
         *grads, d_rest = grads
         d_x[..., C:] = d_rest
     d_weight = weight.new_empty(B * triton.cdiv(T, _length(T)), W, C, dtype=torch.float32)
-    for grad, norm in zip(grads, unit, strict=True):
+    for grad, other, norm, sign in zip(grads, more, unit, again, strict=True):
         h, d = grad.shape[2:]
         groups, width = _groups(h, d, norm)
         constants = {
@@ -119,7 +142,9 @@ def _short_conv_backward(
             "STEP": STEP,
         }
         constants |= {"BD": triton.next_power_of_2(width), "SILU": silu, "UNIT": norm}
-        given = x[..., first:], weight[first:], grad.contiguous()
+        constants["SIGN"] = 0 if other is None else sign
+        grad = grad.contiguous()
+        given = x[..., first:], weight[first:], grad, grad if other is None else other.contiguous()
         arguments = (*given, d_x[..., first:], d_weight[..., first:])
         _launch(short_conv_grad_kernel, arguments, groups, width, constants)
         first += h * d
@@ -127,19 +152,20 @@ def _short_conv_backward(
 
 
 @_short_conv.register_fake
-def _(x, weight, heads, widths, unit, silu):
+def _(x, weight, heads, widths, unit, silu, again):
     made = [x.new_empty(*x.shape[:2], h, d) for h, d in zip(heads, widths, strict=True)]
-    rest = x.shape[-1] - weight.shape[0]
-    return [*made, x.new_empty(*x.shape[:2], rest)] if rest else made
+    behind = x.shape[-1] - weight.shape[0]
+    rest = [x.new_empty(*x.shape[:2], behind)] if behind else []
+    return [*made, *rest, *_stand_ins(x, made, again)]
 
 
 @_short_conv_backward.register_fake
-def _(grads, x, weight, unit, silu):
+def _(grads, more, x, weight, unit, silu, again):
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weight, ctx.heads, ctx.widths, ctx.unit, ctx.silu = inputs
+    x, weight, ctx.heads, ctx.widths, ctx.unit, ctx.silu, ctx.again = inputs
     ctx.save_for_backward(x, weight)
 
 
@@ -148,17 +174,21 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
     shapes: list[tuple[int, ...]] = [(*x.shape[:2], h, d) for h, d in zip(ctx.heads, ctx.widths, strict=True)]
     rest = x.shape[-1] - weight.shape[0]
     shapes += [(*x.shape[:2], rest)] if rest else []
+    further = iter(grads[len(shapes) :])
+    more = [next(further) if sign else None for sign in ctx.again]
+    grads = grads[: len(shapes)]
     grads = [x.new_zeros(shape) if g is None else g for g, shape in zip(grads, shapes, strict=True)]
-    return *_short_conv_backward(grads, x, weight, ctx.unit, ctx.silu), None, None, None, None
+    made = _short_conv_backward(grads, more, x, weight, ctx.unit, ctx.silu, ctx.again)
+    return *made, *(None for _ in range(5))
 
 
 _short_conv.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _members(info: Any, dims: Sequence[Any], tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def _members(info: Any, dims: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[list[Any]]:
     """Each member's tensors; dims None: the same for all."""
     return [
-        [x if dim is None else x.select(dim, e) for x, dim in zip(tensors, dims, strict=True)]
+        [x if x is None or dim is None else x.select(dim, e) for x, dim in zip(tensors, dims, strict=True)]
         for e in range(info.batch_size)
     ]
 
@@ -170,7 +200,8 @@ def _(info, in_dims, x, weight, *options):
 
 
 @_short_conv_backward.register_vmap
-def _(info, in_dims, grads, x, weight, *options):
-    each = _members(info, (*in_dims[0], *in_dims[1:3]), (*grads, x, weight))
-    made = [_short_conv_backward(member[:-2], *member[-2:], *options) for member in each]
+def _(info, in_dims, grads, more, x, weight, *options):
+    n = len(grads)
+    each = _members(info, (*in_dims[0], *in_dims[1], *in_dims[2:4]), (*grads, *more, x, weight))
+    made = [_short_conv_backward(m[:n], m[n:-2], *m[-2:], *options) for m in each]
     return tuple(torch.stack(parts) for parts in zip(*made, strict=True)), (0, 0)
