@@ -337,8 +337,6 @@ def profile(step: Callable[[], Tensor], steps: int = 3) -> tuple[dict[str, float
 def run_part(name: str, args: argparse.Namespace) -> None:
     """Builds, checks and warms up, waits for its turn, then times; every row also goes to a file at once."""
     arm = ARMS[name]
-    if args.untrusted:
-        trust()
     if arm.mixer == "fla":
         tune_quickly()
     shapes = {T: batch(T, FULL_SIZE.vocab) for T in args.lengths}
@@ -377,15 +375,6 @@ def run_part(name: str, args: argparse.Namespace) -> None:
             torch.cuda.empty_cache()
 
 
-def trust() -> None:
-    """Takes kernels whose tests have not yet passed on a GPU in their present form."""
-    from prism import _fused
-    from prism.scan.triton import _operator
-
-    _fused.TRUSTED = True
-    _operator.TRUSTED = (_operator.resident, _operator.chunkwise)
-
-
 def scan_of(arm: Arm, T: int) -> str:
     """Which kernels the scan of a row runs."""
     if arm.mixer == "fla":
@@ -400,7 +389,6 @@ def run(names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
     command = [sys.executable, __file__, "--out", str(args.out), "--steps", str(args.steps), "--lengths"]
     command += [*map(str, args.lengths), *(["--modes", *args.modes] if args.modes else [])]
     command += ["--profiles", str(args.profiles)] if args.profiles else []
-    command += ["--untrusted"] if args.untrusted else []
     parts = []
     for name in names:
         env = dict(os.environ)
@@ -422,7 +410,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=900, help="for all parts to compile; others end")
     parser.add_argument("--turn", type=float, default=120, help="seconds for one part to be timed")
     parser.add_argument("--out", type=Path, default=RESULTS / "model_h200.json")
-    parser.add_argument("--untrusted", action="store_true", help="kernels not yet tested in this form too")
     parser.add_argument("--profiles", type=Path, help="folder for a list of kernels a row, at T = 4,096")
     parser.add_argument("--figure", action="store_true", help="run nothing, draw what --out holds")
     parser.add_argument("--part", choices=ARMS, help=argparse.SUPPRESS)
@@ -449,7 +436,6 @@ def main() -> None:
             "versions": {package: version(package) for package in PEERS},
             "seeds": {"weights": 0, "tokens": 1},
             "tokens_a_batch": TOKENS,
-            "untrusted_kernels": args.untrusted,
             "size": vars(FULL_SIZE),
             "precision": "float32 weights and residual stream, bfloat16 autocast, fused AdamW",
             "rows": rows,

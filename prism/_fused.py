@@ -10,11 +10,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
-TRUSTED = False
-"""Whether the tests of the kernels and of mixers on them (test_triton_short_conv.py, test_triton_refine.py,
-test_triton_chain.py, test_fused_mixer.py) have passed on a GPU in their present form. Until then a mixer
-takes the formulas.
-"""
 
 
 def working_dtype(x: Tensor) -> torch.dtype:

@@ -34,7 +34,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from prism import _fused
 from prism._fused import HALF, padded_linear, working_dtype
 from prism._hookpoints import HookPoints, Pinned, on_gradient, on_gradients
 from prism._init import Initializer, exempt_from_weight_decay
@@ -243,8 +242,7 @@ class PrismMixer(nn.Module):
 
     def _fuses(self, x: Tensor) -> bool:
         """Whether kernels stand in for formulas: in half precision, where the scan is a kernel too."""
-        half = x.is_cuda and working_dtype(x) in HALF
-        return half and _fused.TRUSTED and self.backend(x) == "triton"
+        return x.is_cuda and working_dtype(x) in HALF and self.backend(x) == "triton"
 
     def _project(self, source: Tensor, conv_tail: Tensor | None, fused: bool = False) -> tuple[Any, ...]:
         """q, k (None if unused), v, what stands for v (None), gate (None), beta (None), log_decay, tail."""

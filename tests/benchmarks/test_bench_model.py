@@ -68,18 +68,10 @@ def test_the_check_refuses_a_model_that_computes_something_else(bench):
         bench.check(arm, model, bench.loss_of(model, "eager"), tokens, tiny)
 
 
-def test_untrusted_kernels_are_taken_on_demand(bench, monkeypatch):
+def test_rows_name_the_kernels_of_the_scan(bench):
     pytest.importorskip("triton")
-    from prism import _fused
-    from prism.scan.triton import _operator
-
-    for module in (_fused, _operator):
-        monkeypatch.setattr(module, "TRUSTED", module.TRUSTED)
-    bench.trust()
-    assert _fused.TRUSTED
     assert bench.scan_of(bench.ARMS["L = 2"], 4096) == "chunkwise"
-    monkeypatch.setattr(_operator, "TRUSTED", (_operator.resident,))
-    assert bench.scan_of(bench.ARMS["L = 2"], 4096) == "resident"
+    assert bench.scan_of(bench.ARMS["fla"], 4096) == "fla"
 
 
 def test_kernels_are_counted_where_they_belong(bench):

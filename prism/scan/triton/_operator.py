@@ -39,12 +39,6 @@ INTERPRETED: bool = not isinstance(forward_kernel, triton.runtime.JITFunction)
 """True where TRITON_INTERPRET=1 was set before triton was imported."""
 
 
-TRUSTED = (resident,)
-"""Implementations whose tests have passed on a GPU; `choose` takes no other. Of `resident` one launch option
-has changed since then (benchmarks/results/gpu_tests_triton.txt).
-"""
-
-
 def choose(
     T: int, N: int, HV: int, K: int, V: int, L: int, dtype: torch.dtype = torch.bfloat16
 ) -> ModuleType:
@@ -64,9 +58,7 @@ def choose(
     Triton's interpreter, which has float32 alone, takes it as if it were bfloat16.
     """
     width, pairs, length = max(K, V), N * HV, T // max(N, 1)
-    if chunkwise not in TRUSTED or width > chunkwise.MAX_WIDTH:
-        return resident
-    if dtype != torch.bfloat16 and not INTERPRETED:
+    if width > chunkwise.MAX_WIDTH or (dtype != torch.bfloat16 and not INTERPRETED):
         return resident
     if width > 32:
         return chunkwise if length >= 512 or (length >= 128 and pairs >= 256) else resident
