@@ -133,20 +133,30 @@ def measure(scan: Scan, x: Inputs) -> dict[str, float]:
     return {"inference": inference, "forward": forward, "both": total, "peak_mib": peak}
 
 
-def kernel_times(scan: Scan, shape: tuple[int, int, int, int], L: int) -> dict[str, float]:
-    """Median microseconds of each of our kernels over six forward and backward passes, in order of launch."""
-    x = inputs(shape, L)
-    do = torch.randn_like(x["v"])
+def kernel_times(scan: Scan, x: Inputs) -> dict[str, Any]:
+    """GPU time alone, without the host's gaps between launches: milliseconds of the kernels of a forward pass
+    (`gpu_forward`) and of both (`gpu_both`), and in `kernel_us` the median of each of our kernels over six
+    passes, in order of launch."""
     leaves = {n: a.requires_grad_() for n, a in x.items()}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as trace:
-        for _ in range(6):
-            torch.autograd.grad(scan(**leaves), list(leaves.values()), do)
-        torch.cuda.synchronize()
+    do = torch.randn_like(scan(**leaves))
+
+    def both() -> None:
+        torch.autograd.grad(scan(**leaves), list(leaves.values()), do)
+
+    found: dict[str, Any] = {}
+    for name, run in (("gpu_forward", lambda: scan(**leaves)), ("gpu_both", both)):
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities, acc_events=True) as trace:
+            for _ in range(6):
+                run()
+            torch.cuda.synchronize()
+        events = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        found[name] = sum(e.device_time for e in events) / 6e3
     times: dict[str, list[float]] = {}
-    for event in trace.events():
+    for event in events:
         if event.name.endswith("_kernel"):
             times.setdefault(event.name.removesuffix("_kernel"), []).append(event.device_time)
-    return {name: sorted(t)[len(t) // 2] for name, t in times.items()}
+    return found | {"kernel_us": {name: sorted(t)[len(t) // 2] for name, t in times.items()}}
 
 
 def ours(name: str = "chunkwise") -> Scan:
@@ -324,9 +334,11 @@ def run_part(name: str, shapes: list[str] | None) -> None:
         if "failed" not in row:
             try:
                 x = inputs(shape, L)
-                row |= measure(scan, x if kind.convert is None else kind.convert(**x))
-                if name == "prism":
-                    row["kernel_us"] = kernel_times(scan, shape, L)
+                x = x if kind.convert is None else kind.convert(**x)
+                row |= measure(scan, x)
+                row |= kernel_times(scan, x)
+                if name != "prism":
+                    del row["kernel_us"]
             except Exception as failure:
                 row["failed"] = f"{type(failure).__name__}: {failure}"[:300]
                 if name == "prism":
@@ -339,7 +351,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Rows in order, with ratios to the peers' L = 0 on the same shape: above 1, ours is faster."""
     base = {(r["kernel"], r["shape"]): r for r in rows if "both" in r and r["L"] == 0}
     columns = [
-        *("B, T, H, D", "kernel", "L", "inference ms", "forward ms", "fwd + bwd ms", "over floor: fwd, both"),
+        *(
+            "B, T, H, D",
+            "kernel",
+            "L",
+            "inference ms",
+            "forward ms",
+            "fwd + bwd ms",
+            "kernels alone: fwd, both",
+        ),
+        "over floor: fwd, both",
         *("peak MiB", "error: o, worst gradient", "fla / this: fwd, both", "flash-qla / this: fwd, both"),
     ]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
@@ -361,6 +382,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             # No peer keeps anything for backward beyond its forward: inference against forward would flatter.
             ratios.append(f"{p['forward'] / r['forward']:.2f}, {p['both'] / r['both']:.2f}" if p else "-")
         times = [f"{r[n]:.3f}" for n in ("inference", "forward", "both")]
+        alone = (f"{r[n]:.3f}" for n in ("gpu_forward", "gpu_both") if n in r)
+        times.append(", ".join(alone) or "-")
         over = f"{r['forward'] / floors[0]:.1f}, {r['both'] / floors[1]:.1f}"
         lines.append("| " + " | ".join([*cells, *times, over, f"{r['peak_mib']:.0f}", error, *ratios]) + " |")
     return "\n".join(lines)
