@@ -79,7 +79,9 @@ def figure(document: dict, stem: Path) -> Path:
             ]
             speed.plot(lengths, tokens, label=names.get(arm, arm), **look)
             share.plot(lengths, of_base, **look)
-        share.axhline(0.85, color="0.6", linewidth=0.7, linestyle=":")
+        share.axhline(
+            0.85, color="0.6", linewidth=0.7, linestyle=":", label="0.85 of L = 0: aimed at for L = 2"
+        )
         for ax in (speed, share):
             ax.set_xscale("log", base=2)
             ax.set_xticks(lengths, [f"{T // 1024}K" for T in lengths])

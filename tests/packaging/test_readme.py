@@ -40,31 +40,86 @@ def test_ratios_are_those_of_the_benchmarks():
     assert "ceilings of {:.3f}, {:.3f} and {:.3f}".format(*three) in README
 
 
-def test_gpu_figures_are_those_of_the_benchmarks():
-    def of(name: str):
-        return json.loads((ROOT / "benchmarks/results" / name).read_text())["rows"]
+def rows_of(name: str):
+    return json.loads((ROOT / "benchmarks/results" / name).read_text())["rows"]
 
+
+def short(ratio: float) -> str:
+    """One digit; two where one would round up to the target."""
+    return f"{ratio:.2f}x" if ratio < 5 <= round(ratio, 1) else f"{ratio:.1f}x"
+
+
+def test_figures_of_many_small_models_are_those_of_the_benchmarks():
     speed = {
-        r["compile"]: r["tokens_per_second"]
-        for r in of("training_cuda.json")
-        if r["cuda_graph"] and r["L"] == 2
+        r["compile"]: r["tokens_per_second"] / 1e6
+        for r in rows_of("training_cuda.json")
+        if r["cuda_graph"] and r["L"] == 2 and r["scan_backend"] == "triton"
     }
-    assert f"| training step, captured | {speed[False] / 1e6:.1f} M tokens/s" in README
-    assert f"| the same, compiled and captured | {speed[True] / 1e6:.1f} M tokens/s" in README
-    tiny = {(r["kernel"], r["sequences"], r["L"]): r for r in of("scan_tiny_h200.json") if r["D"] == 16}
-    for sequences, L in ((512, 0), (512, 2), (4096, 0), (4096, 2)):
-        ours = tiny["prism float32", sequences, L]
-        rivals = [
-            r
-            for (kernel, *shape), r in tiny.items()
-            if kernel.startswith("chunked") and shape == [sequences, L]
-        ]
-        graph, eager = (min(r[k] for r in rivals) / ours[k] for k in ("graph_us", "eager_us"))
-        shown = f"{graph:.2f}" if round(graph, 1) == 5 and graph < 5 else f"{graph:.1f}"
-        assert f"| {shown}x in a graph, {eager:.1f}x launched |" in README
-    scan = {(r["shape"], r["L"]): r["both"] for r in of("scan_h200.json") if r["kernel"] == "prism"}
+    assert f"| training step, captured in a CUDA graph | {speed[False]:.1f} M tokens/s" in README
+    assert f"| the same, compiled and captured | {speed[True]:.1f} M tokens/s" in README
+    tiny = {(r["kernel"], r["sequences"], r["D"], r["L"]): r for r in rows_of("scan_tiny_h200.json")}
+
+    def ratio(rival: str, dtype: str, key: str, *shape: int) -> float:
+        best = min(
+            r[key] for (kernel, *own), r in tiny.items() if kernel.startswith(rival) and own == [*shape]
+        )
+        return best / tiny[f"prism {dtype}", *shape][key]
+
+    for D in (16, 32):
+        shapes = [(n, D, L) for n in (512, 4096) for L in (0, 2)]
+        shown = ", ".join(short(ratio("chunked", "float32", "graph_us", *shape)) for shape in shapes)
+        assert f"| {shown} | 5x, missed" in README
+    shapes = [(n, D, 0) for D in (16, 32) for n in (512, 4096)]
+    shown = ", ".join(short(ratio("fla", "bfloat16", "graph_us", *shape)) for shape in shapes)
+    assert f"| {shown} | 4x, missed but in one |" in README
+    launched = [ratio("chunked", "float32", "eager_us", n, D, L) for n, D, L in {k[1:] for k in tiny}]
+    fla = [ratio("fla", "bfloat16", "eager_us", *shape) for shape in shapes]
+    shown = f"{min(launched):.1f}x to {max(launched):.1f}x; fla {min(fla):.1f}x to {max(fla):.1f}x"
+    assert f"| all of these launched one by one | {shown} |" in README
+
+
+def test_figures_of_long_sequences_are_those_of_the_benchmarks():
+    scan = {(r["kernel"], r["shape"], r["L"]): r for r in rows_of("scan_h200.json") if "both" in r}
     first = "4x4096x16x128"
-    assert f"{scan[first, 0]:.2f} ms forward + backward\nat L = 0, {scan[first, 2]:.2f} ms at L = 2" in README
+    ours, rank3, fla, three = (
+        scan[kernel, first, L] for kernel, L in (("prism", 0), ("prism", 2), ("fla", 0), ("fla product", 2))
+    )
+    for mine, peer, key in (
+        (ours, fla, "forward"),
+        (ours, fla, "both"),
+        (rank3, fla, "both"),
+        (rank3, three, "both"),
+    ):
+        alone = peer[f"gpu_{key}"] / mine[f"gpu_{key}"]
+        assert f"| {peer[key] / mine[key]:.2f}x | {alone:.2f}x |" in README
+    assert f"| peak memory, L = 0, against fla | {ours['peak_mib'] / fla['peak_mib']:.2f}x |" in README
+    B, T, H, D = 4, 4096, 16, 128
+    floor_ms = 1e3 * B * T * H * (4 * 2 * D + 2 * 4) / 4.27e12  # bench_scan.floor_ms
+    assert f"| forward over what its bytes need, L = 0 | {ours['forward'] / floor_ms:.1f}x |" in README
+    times = [
+        r["both"] for (kernel, shape, L), r in scan.items() if kernel == "prism" and cut(shape) and L == 0
+    ]
+    assert len(times) == 4
+    assert f"slowest over fastest | {max(times) / min(times):.2f}x |" in README
+
+
+def cut(shape: str) -> bool:
+    """128 K tokens at H = 16, D = 128."""
+    B, T, H, D = map(int, shape.split("x"))
+    return B * T == 2**17 and (H, D) == (16, 128)
+
+
+def test_figures_of_whole_models_are_those_of_the_benchmarks():
+    speed: dict[tuple[str, int], float] = {}
+    for row in rows_of("model_h200.json"):
+        key = row["arm"], row["T"]
+        speed[key] = max(speed.get(key, 0.0), row["tokens_per_second"])
+    base, fla = speed["L = 0", 4096], speed["fla", 4096]
+    assert f"tokens/s | {base / fla:.2f}x ({base / 1e3:.0f} K) |" in README
+    shares = {round(speed["L = 2, full", T] / speed["L = 0", T], 2) for T in (2048, 4096, 8192, 16384)}
+    assert shares == {0.83}
+    assert "| whole models: L = 2 against our L = 0, T = 2K to 16K | 0.83x |" in README
+    assert f"still runs at {speed['L = 2, full', 4096] / fla:.2f}x of one with fla's\nlayer" in README
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
