@@ -114,6 +114,21 @@ class PrismCache(NamedTuple):
     """The last anchor_width - 1 inputs of the anchor's convolution."""
 
 
+class _Projections(NamedTuple):
+    """What a mixer forms of its input; None where nothing uses it."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor
+    v_again: Tensor | None
+    """Stands for v in a backward pass: takes the refinement's gradient of it (`short_conv`)."""
+    gate: Tensor | None
+    beta: Tensor | None
+    log_decay: Tensor
+    tail: Tensor | None
+    """Of the convolution, for the tokens that follow."""
+
+
 @register("prism")
 class PrismMixer(nn.Module):
     """Sequence mixer, x [B, T, d] -> y [B, T, d], of any `PrismConfig`.
@@ -244,8 +259,7 @@ class PrismMixer(nn.Module):
         """Whether kernels stand in for formulas: in half precision, where the scan is a kernel too."""
         return x.is_cuda and working_dtype(x) in HALF and self.backend(x) == "triton"
 
-    def _project(self, source: Tensor, conv_tail: Tensor | None, fused: bool = False) -> tuple[Any, ...]:
-        """q, k (None if unused), v, what stands for v (None), gate (None), beta (None), log_decay, tail."""
+    def _project(self, source: Tensor, conv_tail: Tensor | None, fused: bool = False) -> _Projections:
         config = self.config
         qkv_rows = self.rows["q"] + self.rows["k"] + self.rows["v"]
         sizes = [self.rows["gate"], self.rows["beta"], self.rows["decay"]]
@@ -279,10 +293,10 @@ class PrismMixer(nn.Module):
             k = keys[0] if keys else None
         erase = squash(beta, "sigmoid" if config.erase == "none" else config.erase)
         optional = gate if self.rows["gate"] else None, erase if self.rows["beta"] else None
-        return q, k, v, v_again, *optional, self._log_decay(decay, source), tail
+        return _Projections(q, k, v, v_again, *optional, self._log_decay(decay, source), tail)
 
     def _convolve(self, rows: Float[Tensor, "B T R"]) -> tuple[Any, ...]:
-        """q, k (None), v, channels that are not convolved, what stands for v (None), as `_project` says."""
+        """q, k (None), v, the channels that are not convolved, and v_again."""
         from prism.scan.triton.short_conv import short_conv
 
         assert self.conv is not None

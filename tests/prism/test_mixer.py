@@ -388,7 +388,7 @@ def test_decays_and_norms_are_computed_in_float32():
     """bfloat16 has 8 bits: no room for a decay close to 1 over many tokens, or the norm of a wide key."""
     mixer, x = build("gdn", dtype=torch.bfloat16, **GROUPED), inputs(T=20, dtype=torch.bfloat16)
     with torch.no_grad():
-        log_decay = mixer._project(x, None)[5]
+        log_decay = mixer._project(x, None).log_decay
         rows = mixer.in_proj[-4:]
     assert log_decay.dtype == torch.float32
     rate = F.softplus(F.linear(x, rows).float() + mixer.dt_bias.float())
