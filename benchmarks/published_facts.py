@@ -49,8 +49,8 @@ COMMENTS = {
         "one-layer model do not find the solution in the budget."
     ),
     "mqar_state_size": (
-        "Arora et al. (2402.18668): recall rises with the size of the state. It does here for both rules; "
-        "every seed but one (Gated DeltaNet at K = 8) leaves the plateau at guessing. That the delta rule "
+        "Arora et al. (2402.18668): recall rises with the size of the state. It does here for both rules, "
+        "at one rate for both, chosen on seeds that are not reported. That the delta rule "
         "recalls more than additive writes at equal state is *not* seen: it is level at K = 32 and a little "
         "behind at K = 8 and 16, within the intervals. In this task every key is written once, so there is "
         "nothing old to erase. With 16 questions and a rate of at most 0.003 (commit ec77896) three of five "

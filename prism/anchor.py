@@ -62,8 +62,8 @@ class Anchor(nn.Module):
     def forward(
         self, x: Float[Tensor, "B T d"], tail: Float[Tensor, "B W1 d"] | None = None, fused: bool = False
     ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "B T HV V"] | None, Float[Tensor, "B W1 d"] | None]:
-        """Returns u, what stands for -u in a backward pass (None: u itself), and the convolution's tail
-        (None without a convolution).
+        """Returns u, what stands for -u in a backward pass and holds no values (None: u itself), and the
+        convolution's tail (None without a convolution).
 
         `fused`: convolution and SiLU in one kernel, where x starts a sequence.
         """

@@ -114,6 +114,15 @@ class PrismCache(NamedTuple):
     """The last anchor_width - 1 inputs of the anchor's convolution."""
 
 
+def _hooked(*modules: nn.Module | None) -> bool:
+    """Whether PyTorch's own hooks look on at a module, or change what it takes or gives."""
+    return any(
+        bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
+        for m in modules
+        if m is not None
+    )
+
+
 class _Projections(NamedTuple):
     """What a mixer forms of its input; None where nothing uses it."""
 
@@ -235,7 +244,8 @@ class PrismMixer(nn.Module):
         state = before.state if before else None
         refined = None
         if self.refine is not None:
-            others = (None, None) if points.active else (minus_u, v_again)  # hooks see whole gradients
+            whole = points.active or _hooked(self.anchor, self.refine)  # hooks see whole gradients
+            others = (None, None) if whole else (minus_u, v_again)
             refined = self._refine(u, k, v, log_decay, beta, state, fused, others)
         scan_k, scan_v, scan_beta, write_k, write_v = self._assemble(k, v, beta, refined)
         if points.active and config.erase == "step":

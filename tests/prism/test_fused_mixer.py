@@ -94,6 +94,47 @@ def test_a_pass_in_two_pieces_is_one_pass(fuses):
         torch.testing.assert_close(torch.cat([first, second], 1), whole, atol=2e-5, rtol=1e-4)
 
 
+def gradients(model):
+    model(tokens()).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "change", [lambda m, a, out: (out[0] * 3, *out[1:]), lambda m, a, out: (out[0].detach(), *out[1:])]
+)
+def test_hooks_of_pytorch_change_gradients_as_in_the_formulas(change, fuses):
+    models = pair()
+    for model in models:
+        model.blocks[0].mixer.anchor.register_forward_hook(change)
+    want, got = (gradients(model) for model in models)
+    for name, grad in want.items():
+        assert (grad is None) == (got[name] is None), name
+        if grad is not None:
+            torch.testing.assert_close(got[name], grad, rtol=1e-3, atol=2e-5)
+
+
+@needs_interpreter
+def test_hooks_of_pytorch_see_whole_gradients(fuses):
+    seen = []
+    for model in pair():
+        anchor = model.blocks[0].mixer.anchor
+        anchor.register_full_backward_hook(lambda m, inputs, outputs: seen.append(outputs[0]))
+        gradients(model)
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-3, atol=2e-5)
+
+
+@needs_interpreter
+def test_stand_ins_that_nothing_reads_cost_nothing(fuses, monkeypatch):
+    from prism.scan.triton import short_conv
+
+    whole, given = short_conv._short_conv_backward, []
+    monkeypatch.setattr(short_conv, "_short_conv_backward", lambda *a: given.append(a[1]) or whole(*a))
+    gradients(pair(refine_rank=8)[1])
+    assert given
+    assert all(x is None for more in given for x in more)
+
+
 @needs_interpreter
 def test_hooks_see_and_change_what_the_formulas_have(fuses):
     formulas, kernels = pair()

@@ -5,6 +5,7 @@ Every test runs in both places unless it says otherwise; the interpreter takes s
 
 import os
 import threading
+import types
 
 import pytest
 import torch
@@ -403,6 +404,24 @@ def test_the_implementation_is_chosen_by_shape(shape, name):
     if not INTERPRETED:
         assert _operator.choose(*shape, torch.float32) is resident
         assert _operator.choose(*shape, torch.float16) is resident
+
+
+def test_a_gpu_with_little_shared_memory_takes_resident(monkeypatch):
+    from prism.scan.triton import _operator, chunkwise, resident
+
+    q = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"), dtype=torch.bfloat16)
+    q.shape = (4, 4096, 16, 128)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for size, expected in ((101_376, resident), (166_912, resident), (232_448, chunkwise)):
+        monkeypatch.setattr(_operator, "_shared_memory", lambda device, size=size: size)
+        assert _operator._choose(q, q, None, None) is expected
+
+
+@pytest.mark.gpu
+def test_an_h200_has_room():
+    from prism.scan.triton import _operator
+
+    assert _operator._shared_memory(0) > 0
 
 
 @pytest.mark.gpu

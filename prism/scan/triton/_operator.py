@@ -24,6 +24,7 @@ None or holds N + 1 offsets whose values nobody has checked: kernels clamp them 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -55,7 +56,8 @@ def choose(
     pays for products of tiles, least where heads are wide. In float32 those have no matrix instructions to
     gain from, and `resident` is faster at every shape measured (benchmarks/NOTES.md). In float16 they round
     the state to a dtype whose range it can leave where q, v and o do not; `resident` keeps it in float32.
-    Triton's interpreter, which has float32 alone, takes it as if it were bfloat16.
+    Triton's interpreter, which has float32 alone, takes it as if it were bfloat16. GPUs whose blocks have
+    less shared memory than `ROOM` take `resident` for everything.
     """
     width, pairs, length = max(K, V), N * HV, T // max(N, 1)
     if width > chunkwise.MAX_WIDTH or (dtype != torch.bfloat16 and not INTERPRETED):
@@ -65,10 +67,25 @@ def choose(
     return chunkwise if length >= 2048 and pairs <= 128 else resident
 
 
+ROOM = 200_000
+"""Bytes of shared memory that a block of `chunkwise` may ask for: its launch settings are an H200's."""
+
+
+@cache
+def _shared_memory(device: int) -> int:
+    """Bytes that a block may ask for, which Triton checks before a launch."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
 def _choose(q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | None) -> ModuleType:
     B, T, _, K = q.shape
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return choose(B * T, N, v.shape[2], K, v.shape[3], 0 if write_k is None else write_k.shape[3], q.dtype)
+    L = 0 if write_k is None else write_k.shape[3]
+    chosen = choose(B * T, N, v.shape[2], K, v.shape[3], L, q.dtype)
+    if chosen is chunkwise and q.is_cuda and torch.cuda.is_available():  # fake tensors need no GPU
+        device = torch.cuda.current_device() if q.device.index is None else q.device.index
+        return chosen if _shared_memory(device) >= ROOM else resident
+    return chosen
 
 
 def _run(

@@ -72,7 +72,7 @@ class Tuning(NamedTuple):
 
 
 FEW_PROGRAMS = 64
-"""Sequences x value heads x 64-column slices below which the passes over chunks take narrower slices."""
+"""Sequences x value heads x 64-column slices up to which a pass has slices of 32 columns and three stages."""
 
 
 def tuning(dtype: torch.dtype, K: int, V: int, programs: int, writes: bool) -> Tuning:
@@ -88,7 +88,8 @@ def tuning(dtype: torch.dtype, K: int, V: int, programs: int, writes: bool) -> T
     few = programs <= FEW_PROGRAMS
     narrow = Launch(4, 3, 32)
     if K == 128:
-        # Two programs of two stages share a multiprocessor; where there are as many, and o is formed too.
+        # At two stages two programs share a multiprocessor: worth it where there are so many, and where the
+        # pass forms o too.
         scan, reverse = (narrow if few or writes else Launch(4, 2, 32)), narrow
     else:
         scan, reverse = (narrow,) * 2 if few else (Launch(4, 3 if writes else 2, 64), Launch(4, 2, 64))
