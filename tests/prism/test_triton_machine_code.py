@@ -192,16 +192,6 @@ def check(K: int, V: int, writes: bool, packed: bool, states: bool, folder: Path
                     assert not bad_sums(code), f"{name} at K = {K}, V = {V}, {at}, {constants}, {shared}"
 
 
-class Recorder:
-    """Stands for a kernel and runs nothing."""
-
-    def __init__(self, kernel: Any, launches: list[Any]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: Any) -> Any:
-        return lambda *given, **options: self.launches.append((self.kernel, given, options))
-
-
 def of(kernel: Any, options: dict[str, int], constants: dict[str, Any], float32: Set[str]) -> tuple[Any, ...]:
     """What tells programs apart; which tensors are float32 only where it is not always the same."""
     shared = set().union(*SHARED.values()) & float32 & set(kernel.arg_names)
@@ -219,8 +209,12 @@ def test_every_program_that_is_launched_is_in_the_list(monkeypatch):
     assert len(listed) == 252
 
     launches: list[Any] = []
-    for name in [name for name in vars(chunkwise) if name.endswith("_kernel")]:
-        monkeypatch.setattr(chunkwise, name, Recorder(getattr(chunkwise, name), launches))
+
+    def launch(kernel, grid, key, arguments, constants, options):
+        assert kernel.arg_names[len(arguments) :] == list(constants)
+        launches.append((kernel, (*arguments, *constants.values()), options, key))
+
+    monkeypatch.setattr(chunkwise, "launch", launch)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -240,17 +234,21 @@ def test_every_program_that_is_launched_is_in_the_list(monkeypatch):
             chunkwise.forward(*inputs, [], tuned=tuned)
             chunkwise.backward(v, state if given == 2 else None, *inputs, saved, tuned=tuned)
     assert len({kernel.__name__ for kernel, *_ in launches}) == 12
-    for kernel, arguments, options in launches:
+    keys: dict[Any, set[Any]] = {}
+    for kernel, arguments, options, key in launches:
         named = list(zip(kernel.arg_names, kernel.params, arguments, strict=True))
         constants = {name: x for name, param, x in named if param.is_constexpr or x is None}
         tensors = {name: x for name, _, x in named if isinstance(x, torch.Tensor)}
         float32 = {name for name, x in tensors.items() if x.dtype == torch.float32}
-        assert of(kernel, options, constants, float32) in listed, (kernel.__name__, options, constants)
+        program = of(kernel, options, constants, float32)
+        assert program in listed, (kernel.__name__, options, constants)
+        keys.setdefault((kernel, key), set()).add(program)
         assert float32 - {"dq", "dk"} == tensors.keys() & FLOAT32
         assert all(tensors[name].dtype == torch.int64 for name in tensors.keys() & OFFSETS)
         others = {name for name, *_ in named} - constants.keys() - tensors.keys()
         assert others <= COUNTS | {"scale"}
         assert not [name for name, x in tensors.items() if x.data_ptr() % 16]
+    assert all(len(programs) == 1 for programs in keys.values())  # what launches take for one program
 
 
 def test_a_bad_sum_is_found():

@@ -36,14 +36,14 @@ def launch(
     constants: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> None:
-    """kernel[grid](*arguments, **constants, **options) on the device of the first argument, a tensor.
+    """kernel[grid](*arguments, **constants, **options) on the device of the first tensor of `arguments`.
 
     `constants` are the kernel's constexpr parameters in order, all of them behind `arguments`.
     """
     if not isinstance(kernel, triton.runtime.JITFunction):  # the interpreter
         kernel[grid](*arguments, **constants)
         return
-    device = arguments[0].device.index
+    device = next(x for x in arguments if isinstance(x, Tensor)).device.index
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, key, arguments, constants, options)

@@ -27,6 +27,7 @@ from prism.scan.triton._chunkwise_forward import (
     scan_kernel,
     writes_kernel,
 )
+from prism.scan.triton._launch import launch
 from prism.scan.triton._segments import (
     Segments,
     combine_kernel,
@@ -226,6 +227,11 @@ def _aligned(*tensors: Any) -> Any:
     return [x if x is None or x.data_ptr() % 16 == 0 else x.clone() for x in tensors]
 
 
+def _run(kernel: Any, programs: int, at: Launch, arguments: tuple[Any, ...], **constants: Any) -> None:
+    kinds = (x.dtype if isinstance(x, Tensor) else x is None for x in arguments)
+    launch(kernel, (programs, 1), (at, *constants.values(), *kinds), arguments, constants, at.options)
+
+
 def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
     """Triton launches on the current device, which need not be that of the tensors."""
 
@@ -290,6 +296,7 @@ def forward(
     where = layout(B, T, C, cu_seqlens)
     packed = where.spans is not None
     tokens = (where.spans, scale, T, where.chunks_per_row, H, HV)
+    modes = {"PACKED": packed, "WIDE": wide, "DOT": dot}
     length, launched = _segments(B, T, HV, V, cu_seqlens, tuned)
     writes = write_k is not None
     error = states = None
@@ -305,18 +312,21 @@ def forward(
 
     at = tuned.prepare
     scratch = q.new_empty(where.chunks, HV, 2 * C, 16, dtype=torch.float32)
-    prepare_kernel[(where.chunks * HV,)](
-        q, k, log_decay, beta, solve, scores, grown, rest, scratch, *tokens, K, C, BK, packed, wide, dot,
-        **at.options,
+    _run(
+        prepare_kernel, where.chunks * HV, at,
+        (q, k, log_decay, beta, solve, scores, grown, rest, scratch, *tokens),
+        K=K, C=C, BK=BK, **modes,
     )  # fmt: skip
 
     target, write_state, L = v, None, 0
     if write_k is not None and write_v is not None:
         at, L = tuned.writes, write_k.shape[3]
         target, write_state = torch.empty_like(v), q.new_empty(where.chunks, HV, K, V)
-        writes_kernel[(where.chunks * HV * triton.cdiv(V, at.v_block),)](
-            k, v, log_decay, write_k, write_v, target, write_state, where.spans, T, where.chunks_per_row, H,
-            HV, L, K, V, C, BK, at.v_block, packed, wide, dot, **at.options,
+        _run(
+            writes_kernel, where.chunks * HV * triton.cdiv(V, at.v_block), at,
+            (k, v, log_decay, write_k, write_v, target, write_state, where.spans, T, where.chunks_per_row, H,
+             HV, L),
+            K=K, V=V, C=C, BK=BK, BV=at.v_block, **modes,
         )  # fmt: skip
 
     sequences, offsets, chunk_start, start, last = N, where.offsets, where.chunk_start, initial_state, None
@@ -324,29 +334,34 @@ def forward(
         pieces = _cut(where, T, C, length, launched, q.device)
         parts, start = q.new_empty(2, launched, HV, K, V, dtype=torch.float32)
         tables = (pieces.offsets, pieces.chunk_start, pieces.owner, pieces.first)
-        given = initial_state is not None
         at = tuned.segment
         slices = triton.cdiv(V, at.v_block) + triton.cdiv(K, at.v_block)
-        segment_kernel[(launched * HV * slices,)](
-            k, target, beta, solve, grown, rest, write_state, initial_state, parts, transitions[0], *tables,
-            H, HV, K, V, C, BK, at.v_block, dot, given, writes, at.stages if writes else None, **at.options,
+        _run(
+            segment_kernel, launched * HV * slices, at,
+            (k, target, beta, solve, grown, rest, write_state, initial_state, parts, transitions[0], *tables,
+             H, HV),
+            K=K, V=V, C=C, BK=BK, BV=at.v_block, DOT=dot, INITIAL=initial_state is not None, WRITES=writes,
+            STAGES=at.stages if writes else None,
         )  # fmt: skip
         _combine(transitions[0], parts, initial_state, start, pieces, tuned, dot, reverse=False)
         sequences, offsets, chunk_start = launched, pieces.offsets, pieces.chunk_start
         last = pieces.first[1:] - 1
     at = tuned.scan
     final = q.new_empty(sequences, HV, K, V, dtype=torch.float32)
-    scan_kernel[(sequences * HV * triton.cdiv(V, at.v_block),)](
-        None if writes else q, k, target, beta, solve, None if writes else scores, grown, rest, write_state,
-        start, None if writes else o, final, error, states, offsets, chunk_start, scale, T,
-        where.chunks_per_row, H, HV, K, V, C, BK, at.v_block, offsets is not None, dot, start is not None,
-        writes, error is not None, at.stages if writes else None, **at.options,
+    _run(
+        scan_kernel, sequences * HV * triton.cdiv(V, at.v_block), at,
+        (None if writes else q, k, target, beta, solve, None if writes else scores, grown, rest, write_state,
+         start, None if writes else o, final, error, states, offsets, chunk_start, scale, T,
+         where.chunks_per_row, H, HV),
+        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=offsets is not None, DOT=dot, INITIAL=start is not None,
+        WRITES=writes, SAVE=error is not None, STAGES=at.stages if writes else None,
     )  # fmt: skip
     if writes:
         at = tuned.output
-        output_kernel[(where.chunks * HV * triton.cdiv(V, at.v_block),)](
-            q, log_decay, beta, scores, grown, error, states, write_k, write_v, o, *tokens, L,
-            K, V, C, BK, at.v_block, packed, wide, dot, **at.options,
+        _run(
+            output_kernel, where.chunks * HV * triton.cdiv(V, at.v_block), at,
+            (q, log_decay, beta, scores, grown, error, states, write_k, write_v, o, *tokens, L),
+            K=K, V=V, C=C, BK=BK, BV=at.v_block, **modes,
         )  # fmt: skip
     return o, final if last is None else final[last]
 
@@ -357,10 +372,11 @@ def _combine(
 ) -> None:  # fmt: skip
     _, HV, K, V = parts.shape
     at = tuned.combine
-    combine_kernel[((pieces.first.shape[0] - 1) * HV * triton.cdiv(V, at.v_block),)](
-        transitions, parts, given, out, pieces.first, HV,
-        K, V, _padded(K), at.v_block, min(32, _padded(K)), dot, given is not None, reverse,
-        **at.options,
+    _run(
+        combine_kernel, (pieces.first.shape[0] - 1) * HV * triton.cdiv(V, at.v_block), at,
+        (transitions, parts, given, out, pieces.first, HV),
+        K=K, V=V, BK=_padded(K), BV=at.v_block, STEP=min(32, _padded(K)), DOT=dot, GIVEN=given is not None,
+        REVERSE=reverse,
     )  # fmt: skip
 
 
@@ -393,6 +409,8 @@ def backward(
     where = layout(B, T, C, cu_seqlens)
     packed, writes = where.spans is not None, write_k is not None
     L = write_k.shape[3] if write_k is not None else 0
+    tokens = (where.spans, scale, T, where.chunks_per_row, H, HV)
+    modes = {"PACKED": packed, "WIDE": wide, "DOT": dot}
     (solve, scores), (grown, rest), error, states, *transitions = saved
 
     sequences, offsets, chunk_start, end, first = N, where.offsets, where.chunk_start, dstate, None
@@ -402,9 +420,10 @@ def backward(
         parts, end = q.new_empty(2, launched, HV, K, V, dtype=torch.float32)
         tables = (pieces.offsets, pieces.chunk_start, pieces.owner, pieces.first)
         at = tuned.segment_reverse
-        segment_reverse_kernel[(launched * HV * triton.cdiv(V, at.v_block),)](
-            q, k, beta, solve, scores, grown, rest, do, dstate, parts, *tables, scale, H, HV,
-            K, V, C, BK, at.v_block, dot, dstate is not None, **at.options,
+        _run(
+            segment_reverse_kernel, launched * HV * triton.cdiv(V, at.v_block), at,
+            (q, k, beta, solve, scores, grown, rest, do, dstate, parts, *tables, scale, H, HV),
+            K=K, V=V, C=C, BK=BK, BV=at.v_block, DOT=dot, FINAL=dstate is not None,
         )  # fmt: skip
         _combine(transitions[0], parts, dstate, end, pieces, tuned, dot, reverse=True)
         sequences, offsets, chunk_start = launched, pieces.offsets, pieces.chunk_start
@@ -415,10 +434,12 @@ def backward(
     d_initial = q.new_empty(sequences, HV, K, V, dtype=torch.float32)
     slices = triton.cdiv(V, at.v_block)
     kept = q.new_empty(B, T, HV, slices, dtype=torch.float32)
-    reverse_kernel[(sequences * HV * slices,)](
-        q, k, beta, solve, scores, grown, rest, error, do, end, dv, d_states, d_initial, kept,
-        offsets, chunk_start, scale, T, where.chunks_per_row, H, HV,
-        K, V, C, BK, at.v_block, offsets is not None, dot, end is not None, at.stages, **at.options,
+    _run(
+        reverse_kernel, sequences * HV * slices, at,
+        (q, k, beta, solve, scores, grown, rest, error, do, end, dv, d_states, d_initial, kept, offsets,
+         chunk_start, scale, T, where.chunks_per_row, H, HV),
+        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=offsets is not None, DOT=dot, FINAL=end is not None,
+        STAGES=at.stages,
     )  # fmt: skip
     if first is not None:
         d_initial = d_initial[first]
@@ -429,38 +450,40 @@ def backward(
         d_write_k, d_write_v = torch.empty_like(write_k), torch.empty_like(write_v)
         by_writes = q.new_empty(B, T, HV, L, 2, C)
         write_gate_grad = q.new_empty(B, T, HV, L, dtype=torch.float32)
-        writes_grad_kernel[(where.chunks * HV * L,)](
-            q, k, log_decay, write_k, write_v, do, dv, d_states, d_write_k, d_write_v, by_writes,
-            write_gate_grad, where.spans, scale, T, where.chunks_per_row, H, HV, L,
-            K, V, C, BK, at.v_block, packed, wide, dot, **at.options,
+        _run(
+            writes_grad_kernel, where.chunks * HV * L, at,
+            (q, k, log_decay, write_k, write_v, do, dv, d_states, d_write_k, d_write_v, by_writes,
+             write_gate_grad, *tokens, L),
+            K=K, V=V, C=C, BK=BK, BV=at.v_block, **modes,
         )  # fmt: skip
 
     at = tuned.scores_grad
     by_scores = q.new_empty(B, T, HV, 2, C)
     gate_grad, beta_grad, reads = _gates(q, 3, B * T * HV)
-    scores_grad_kernel[(where.chunks * HV,)](
-        k, log_decay, beta, scores, error, do, dv, by_scores, gate_grad, beta_grad, where.spans,
-        scale, T, where.chunks_per_row, H, HV,
-        K, V, C, BK, at.v_block, packed, wide, dot, **at.options,
+    _run(
+        scores_grad_kernel, where.chunks * HV, at,
+        (k, log_decay, beta, scores, error, do, dv, by_scores, gate_grad, beta_grad, *tokens),
+        K=K, V=V, C=C, BK=BK, BV=at.v_block, **modes,
     )  # fmt: skip
 
     # Value heads that share a key head are summed afterwards, in float32 and in one order.
     at = tuned.queries_grad
     dq = q.new_empty(B, T, HV, K, dtype=q.dtype if HV == H else torch.float32)
-    queries_grad_kernel[(where.chunks * HV,)](
-        q, k, grown, states, write_k, do, by_scores, by_writes, dq, reads, where.spans,
-        scale, T, where.chunks_per_row, H, HV, L,
-        K, V, C, BK, at.v_block, packed, dot, writes, **at.options,
+    _run(
+        queries_grad_kernel, where.chunks * HV, at,
+        (q, k, grown, states, write_k, do, by_scores, by_writes, dq, reads, *tokens, L),
+        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=packed, DOT=dot, WRITES=writes,
     )  # fmt: skip
 
     at = tuned.keys_grad
     dk = torch.empty_like(dq)
     d_log_decay, d_beta = torch.empty_like(log_decay), torch.empty_like(beta)
-    keys_grad_kernel[(where.chunks * HV,)](
-        q, k, beta, grown, rest, error, states, write_k, dv, d_states, by_scores, by_writes, gate_grad,
-        write_gate_grad, beta_grad, reads, kept, dk, d_log_decay, d_beta, where.spans,
-        T, where.chunks_per_row, H, HV, L, slices,
-        K, V, C, BK, at.v_block, packed, dot, writes, **at.options,
+    _run(
+        keys_grad_kernel, where.chunks * HV, at,
+        (q, k, beta, grown, rest, error, states, write_k, dv, d_states, by_scores, by_writes, gate_grad,
+         write_gate_grad, beta_grad, reads, kept, dk, d_log_decay, d_beta, where.spans, T,
+         where.chunks_per_row, H, HV, L, slices),
+        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=packed, DOT=dot, WRITES=writes,
     )  # fmt: skip
     if HV != H:
         dq = dq.unflatten(2, (H, HV // H)).sum(3).to(q.dtype)
