@@ -29,9 +29,9 @@ def test_interpreted_inverse(dot, C):
     log_decay, beta = -torch.rand(T, HV, generator=g), 2 * torch.rand(T, HV, generator=g)
     solve, scores = (torch.full((T, HV, C), float("nan")) for _ in range(2))
     grown, rest = (torch.full((T, HV), float("nan")) for _ in range(2))
-    scratch = torch.full((2, HV, 2 * C, 16), float("nan"))
+    scratch = torch.full((2, HV, C, C), float("nan"))
     tensors = (q, k, log_decay, beta, solve, scores, grown, rest, scratch)
-    prepare_kernel[(2 * HV,)](*tensors, None, 0.5, T, 2, 1, HV, K, C, K, False, True, dot)
+    prepare_kernel[(2 * HV,)](*tensors, None, 0.5, T, 2, 1, HV, K, C, K, False, False, True, dot)
     for start in (0, C):
         rows = slice(start, min(start + C, T))
         n = rows.stop - start

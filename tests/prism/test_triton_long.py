@@ -168,6 +168,7 @@ def alternating(T: int, L: int = 1) -> dict[str, Tensor | None]:
         (1, 65, 1, 1, 64, 32, 3, 64),
         (1, 40, 1, 1, 128, 128, 1, 32),
         (1, 17, 1, 1, 16, 16, 8, 16),
+        (2, 64, 1, 2, 20, 16, 2, 32),  # whole chunks
     ],
 )
 def test_interpreted_shapes(B, T, H, HV, K, V, L, C):
@@ -303,10 +304,11 @@ def test_interpreted_gradient_of_one_output_only():
 @pytest.mark.parametrize(("K", "V"), list(itertools.product((64, 128), repeat=2)))
 @pytest.mark.parametrize("L", [0, 2])
 @pytest.mark.parametrize("programs", [chunkwise.FEW_PROGRAMS, chunkwise.FEW_PROGRAMS + 1])
-def test_every_program(programs, L, K, V):
+@pytest.mark.parametrize("T", [130, 192])
+def test_every_program(T, programs, L, K, V):
     """At the warps, stages and slices that these widths are launched with: there are no others."""
     at = chunkwise.tuning(torch.bfloat16, K, V, programs, L > 0)
-    check(errors(make(1, 130, 1, 2, K, V, L), torch.bfloat16, "cuda", tuned=at), torch.bfloat16)
+    check(errors(make(1, T, 1, 2, K, V, L), torch.bfloat16, "cuda", tuned=at), torch.bfloat16)
 
 
 @pytest.mark.gpu

@@ -48,14 +48,16 @@ OFFSETS = {"spans", "offsets", "chunk_start", "owner", "segments"}
 COUNTS = {"T", "chunks_per_row", "H", "HV", "L", "slices"}
 SHARED = {"queries_grad": {"dq"}, "keys_grad": {"dk"}}
 """What is float32 too where value heads share a key head, and in the dtype of q elsewhere."""
+BATCHES = ((False, False), (False, True), (True, False))
+"""Packed, and whole: rows of ragged chunks, rows of whole ones, sequences laid end to end."""
 
 
 def programs(
-    tuned: chunkwise.Tuning, K: int, V: int, writes: bool, packed: bool, states: bool
+    tuned: chunkwise.Tuning, K: int, V: int, writes: bool, packed: bool, whole: bool, states: bool
 ) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Name in `Tuning`, kernel and constants of everything that one forward and backward pass launches. What
     two levels launch beside the passes of one counts to packed sequences, whose tables they share."""
-    base = {"K": K, "C": tuned.chunk, "BK": K, "PACKED": packed, "DOT": "tf32x3"}
+    base = {"K": K, "C": tuned.chunk, "BK": K, "PACKED": packed, "WHOLE": whole, "DOT": "tf32x3"}
 
     def slices(name: str) -> dict[str, int]:
         return {"V": V, "BV": getattr(tuned, name).v_block}
@@ -180,11 +182,13 @@ def bad_sums(code: str) -> list[str]:
     return found
 
 
-def check(K: int, V: int, writes: bool, packed: bool, states: bool, folder: Path, only: str = "") -> None:
+def check(
+    K: int, V: int, writes: bool, packed: bool, whole: bool, states: bool, folder: Path, only: str = ""
+) -> None:
     many = chunkwise.tuning(torch.bfloat16, K, V, chunkwise.FEW_PROGRAMS + 1, writes)
     few = chunkwise.tuning(torch.bfloat16, K, V, chunkwise.FEW_PROGRAMS, writes)
     for tuned in (many, few):
-        for name, kernel, constants in programs(tuned, K, V, writes, packed, states):
+        for name, kernel, constants in programs(tuned, K, V, writes, packed, whole, states):
             at = getattr(tuned, name)
             if only in ("", name) and (tuned is many or at != getattr(many, name)):
                 for shared in (set(), SHARED[name]) if name in SHARED else (set(),):
@@ -200,13 +204,15 @@ def of(kernel: Any, options: dict[str, int], constants: dict[str, Any], float32:
 
 def test_every_program_that_is_launched_is_in_the_list(monkeypatch):
     listed = set()
-    for K, V, writes, packed, states in itertools.product(*[(64, 128)] * 2, *[(False, True)] * 3):
+    for K, V, writes, batch, states in itertools.product(
+        *[(64, 128)] * 2, (False, True), BATCHES, (False, True)
+    ):
         for count in (chunkwise.FEW_PROGRAMS, chunkwise.FEW_PROGRAMS + 1):
             tuned = chunkwise.tuning(torch.bfloat16, K, V, count, writes)
-            for name, kernel, constants in programs(tuned, K, V, writes, packed, states):
+            for name, kernel, constants in programs(tuned, K, V, writes, *batch, states):
                 for shared in (set(), SHARED[name]) if name in SHARED else (set(),):
                     listed.add(of(kernel, getattr(tuned, name).options, constants, shared))
-    assert len(listed) == 252
+    assert len(listed) == 358
 
     launches: list[Any] = []
 
@@ -219,9 +225,11 @@ def test_every_program_that_is_launched_is_in_the_list(monkeypatch):
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    T = 35  # gates of an odd number
-    cases = itertools.product(((64, 128), (100, 20)), (0, 2), (1, 2), (1, 65), (False, True), (0, 1, 2))
-    for (K, V), L, HV, B, levels, given in cases:
+    # T: gates of an odd number; whole chunks
+    cases = itertools.product(
+        ((64, 128), (100, 20)), (0, 2), (1, 2), (1, 65), (35, 64), (False, True), (0, 1, 2)
+    )
+    for (K, V), L, HV, B, T, levels, given in cases:
         for offsets in (None, torch.tensor([0, 0, 7, T])) if B == 1 else (None,):
             q, v, gate = zeros(B, T, 1, K), zeros(B, T, HV, V), zeros(B, T, HV, dtype=torch.float32)
             write_k, write_v = (zeros(B, T, HV, L, width) if L else None for width in (K, V))
@@ -264,13 +272,13 @@ def test_a_bad_sum_is_found():
 
 @pytest.mark.parametrize("name", ["reverse", "queries_grad"])
 def test_machine_code_of_two_kernels(name, tmp_path):
-    check(64, 64, False, False, False, tmp_path, name)
+    check(64, 64, False, False, False, False, tmp_path, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("states", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "whole"), BATCHES)
 @pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64), (128, 128)])
-def test_machine_code(K, V, writes, packed, states, tmp_path):
-    check(K, V, writes, packed, states, tmp_path)
+def test_machine_code(K, V, writes, packed, whole, states, tmp_path):
+    check(K, V, writes, packed, whole, states, tmp_path)

@@ -1,7 +1,8 @@
 """What the chunk-parallel kernels share: chunk geometry, tile loads, decays, and the triangular solve.
 
 Tensors are flat in tokens, [B * T, heads, width], contiguous. Chunks never straddle two sequences; the rows
-of a ragged last chunk read as zeros, which leaves state and output alone (math.md, section 4).
+of a ragged last chunk read as zeros, which leaves state and output alone (math.md, section 4). Where every
+chunk is WHOLE, `left`, the tokens of one, is a constant, and the compiler drops the masks that it makes.
 """
 
 import triton
@@ -98,13 +99,19 @@ def load_column(base, stride, left, C: tl.constexpr):
 
 @triton.jit
 def cumulative(log_decay, WIDE: tl.constexpr):
-    """G, the running sum of log_decay. Differences of G lose digits under strong decay: float64 where those
-    count."""
+    """G / ln 2, where G is the running sum of log_decay: powers of two cost the least. Differences of G lose
+    digits under strong decay: float64 where those count."""
     if WIDE:
-        total = tl.cumsum(log_decay.to(tl.float64), 0)
+        total = tl.cumsum(log_decay.to(tl.float64) * 1.4426950408889634, 0)
     else:
-        total = tl.cumsum(log_decay, 0)
+        total = tl.cumsum(log_decay * 1.4426950408889634, 0)
     return total
+
+
+@triton.jit
+def decay(total):
+    """exp(G) of a G that `cumulative` gave, or of a difference of two."""
+    return tl.exp2(total.to(tl.float32))
 
 
 @triton.jit
@@ -114,5 +121,5 @@ def last_of(total, C: tl.constexpr):
 
 @triton.jit
 def pair_decay(to, frm, mask):
-    """exp(to - frm) where the mask holds, else 0: elsewhere it may overflow, and nothing is made of it."""
-    return tl.where(mask, tl.exp((to - frm).to(tl.float32)), 0.0)
+    """decay(to - frm) where the mask holds, else 0: elsewhere it may overflow, and nothing is made of it."""
+    return tl.where(mask, decay(to - frm), 0.0)

@@ -13,6 +13,7 @@ import triton.language as tl
 from prism.scan.triton._chunks import (
     chunk_tokens,
     cumulative,
+    decay,
     last_of,
     load_column,
     load_columns,
@@ -30,7 +31,7 @@ def reverse_kernel(
     q, k, beta, solve, scores, grown, rest, error, do, d_final, dv, d_states, d_initial, kept,
     offsets, chunk_start, scale, T, chunks_per_row, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, DOT: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dv; d_states, the gradient of the state at each chunk's end; d_initial; kept [tokens, HV, slices], each
     slice's share of e . (exp(G_C - G) k dS). One program: sequence, value head, slice of V. STAGES as in
@@ -51,7 +52,7 @@ def reverse_kernel(
     for back in tl.range(chunks, num_stages=STAGES):
         step = chunks - 1 - back
         token = first + step * C
-        left = (end - token).to(tl.int32)
+        left = C if WHOLE else (end - token).to(tl.int32)
         gate = token * HV + head
         read = (token * H + head // (HV // H)) * K
         cell = ((chunk + step) * HV + head) * K * V
@@ -102,7 +103,7 @@ def writes_grad_kernel(
     q, k, log_decay, write_k, write_v, do, dv, d_states, d_write_k, d_write_v, by_writes, gate_grad, spans,
     scale, T, chunks_per_row, H, HV, L,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """d_write_k, d_write_v; by_writes [tokens, HV, L, 2, C], the gradients of q . x and of k . x; gate_grad
     [tokens, HV, L], the share of d_log_decay. One program: chunk, value head, write."""
@@ -110,7 +111,7 @@ def writes_grad_kernel(
     head = tl.program_id(0) // L % HV
     chunk = tl.program_id(0) // L // HV
     first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
-    left = (end - first).to(tl.int32)
+    left = C if WHOLE else (end - first).to(tl.int32)
     if left <= 0:
         return
     gate = first * HV + head
@@ -148,7 +149,7 @@ def writes_grad_kernel(
         d_state = tl.load(d_states + cell + at, mask=exists, other=0.0)
         w = load_rows(write_v + own * V, HV * L * V, left, v0, V, C, BV)
         d_x = tl.dot(d_state, tl.trans(w), d_x, input_precision=DOT)
-    rest = tl.exp((last_of(total, C) - total).to(tl.float32))
+    rest = decay(last_of(total, C) - total)
     d_x *= rest[None, :]
     x_columns = load_columns(write_k + own * K, HV * L * K, left, 0, K, C, BK)
     kept = tl.sum(d_x * x_columns.to(tl.float32), axis=0)
@@ -173,14 +174,14 @@ def scores_grad_kernel(
     k, log_decay, beta, scores, error, do, dv, by_scores, gate_grad, beta_grad, spans,
     scale, T, chunks_per_row, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """by_scores [tokens, HV, 2, C], the gradients of q . k and of k . k below the diagonal; gate_grad and
     beta_grad [tokens, HV], their shares of d_log_decay and d_beta. One program: chunk, value head."""
     head = tl.program_id(0) % HV
     chunk = tl.program_id(0) // HV
     first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
-    left = (end - first).to(tl.int32)
+    left = C if WHOLE else (end - first).to(tl.int32)
     if left <= 0:
         return
     gate = first * HV + head
@@ -212,14 +213,14 @@ def queries_grad_kernel(
     q, k, grown, states, write_k, do, by_scores, by_writes, dq, reads, spans,
     scale, T, chunks_per_row, H, HV, L,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, WRITES: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, DOT: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
     """dq [tokens, HV, K]; reads [tokens, HV], q . dq through the chunk's first state. One program: chunk,
     value head."""
     head = tl.program_id(0) % HV
     chunk = tl.program_id(0) // HV
     first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
-    left = (end - first).to(tl.int32)
+    left = C if WHOLE else (end - first).to(tl.int32)
     if left <= 0:
         return
     gate = first * HV + head
@@ -252,14 +253,14 @@ def keys_grad_kernel(
     write_gate_grad, beta_grad, reads, kept, dk, d_log_decay, d_beta, spans,
     T, chunks_per_row, H, HV, L, slices,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, WRITES: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, DOT: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
     """dk [tokens, HV, K], and d_log_decay and d_beta from the shares found before and this kernel's own.
     One program: chunk, value head."""
     head = tl.program_id(0) % HV
     chunk = tl.program_id(0) // HV
     first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
-    left = (end - first).to(tl.int32)
+    left = C if WHOLE else (end - first).to(tl.int32)
     if left <= 0:
         return
     gate = first * HV + head

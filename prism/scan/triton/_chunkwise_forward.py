@@ -25,6 +25,7 @@ import triton.language as tl
 from prism.scan.triton._chunks import (
     chunk_tokens,
     cumulative,
+    decay,
     last_of,
     load_column,
     load_columns,
@@ -38,20 +39,21 @@ from prism.scan.triton._chunks import (
 
 
 @triton.jit
-def _substitute(scratch, C: tl.constexpr):
-    """Replaces C / 16 strictly lower triangular blocks a [16, 16] by (I + a)^{-1}. One lane per column."""
+def _substitute(a, C: tl.constexpr):
+    """Replaces the C / 16 strictly lower triangular blocks [16, 16] on the diagonal of a [C, C] by
+    (I + block)^{-1}. One lane per column."""
     lane = tl.arange(0, C)
-    block = scratch + (lane // 16) * 256
+    block = a + (lane // 16) * (16 * C + 16)
     column = lane % 16
     x = ()
     for i in tl.static_range(16):
         row = tl.where(column == i, 1.0, 0.0)
         for j in tl.static_range(i):
-            row -= tl.load(block + (i * 16 + j)) * x[j]
+            row -= tl.load(block + (i * C + j)) * x[j]
         x = x + (row,)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no unpacking)
     tl.debug_barrier()
     for i in tl.static_range(16):
-        tl.store(block + i * 16 + column, x[i])
+        tl.store(block + i * C + column, x[i])
 
 
 @triton.jit
@@ -75,59 +77,48 @@ def _product(a, b, DOT: tl.constexpr):
 
 
 @triton.jit
-def _block(a, row, column, N: tl.constexpr, B: tl.constexpr):
-    """[B, B]: block (row, column) of a [N B, N B]."""
-    part = tl.where((tl.arange(0, N) == column)[None, :, None], tl.reshape(a, (N * B, N, B)), 0.0)
-    part = tl.reshape(tl.sum(part, axis=1), (N, B, B))
-    return tl.sum(tl.where((tl.arange(0, N) == row)[:, None, None], part, 0.0), axis=0)
-
-
-@triton.jit
 def _invert(a, scratch, out, out_stride, left, C: tl.constexpr, DOT: tl.constexpr):
     """out [C, C] = (I + a)^{-1} where a [C, C] counts below its diagonal only, C in {16, 32, 64}.
 
     Substitution inside blocks of 16 rows, then block merges: a product of powers of `a` would be shorter and
-    loses every digit where keys repeat. Blocks pass through `scratch` [2 C, 16], to be read again in the
-    shape that comes next: inverses of the 16-row blocks, then the corners that join two of them.
+    loses every digit where keys repeat. `a` passes through `scratch` [C, C], where blocks of it are replaced
+    by those of the inverse, to be read again in the shape that comes next.
     """
-    N: tl.constexpr = C // 16
-    row_block = tl.arange(0, C)[:, None, None] // 16
-    column_block = tl.arange(0, N)[None, :, None]
-    own = tl.reshape(a, (C, N, 16))
-    diagonal = tl.sum(tl.where(row_block == column_block, own, 0.0), axis=1)
-    tl.store(scratch + tl.arange(0, C)[:, None] * 16 + tl.arange(0, 16)[None, :], diagonal)
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    tl.store(scratch + i * C + j, a, mask=i // 16 >= j // 16)
     tl.debug_barrier()
     _substitute(scratch, C)
     tl.debug_barrier()
     if C == 16:
-        i = tl.arange(0, 16)[:, None]
-        j = tl.arange(0, 16)[None, :]
-        x = tl.load(scratch + i * 16 + j)
-        tl.store(out + i * out_stride + j, x.to(out.dtype.element_ty), mask=i < left)
+        tl.store(
+            out + i * out_stride + j, tl.load(scratch + i * C + j).to(out.dtype.element_ty), mask=i < left
+        )
     else:
-        # Corners of all pairs at once; what stands beside an even block is zero.
-        n = tl.arange(0, N)[:, None, None]
-        place = n * 256 + tl.arange(0, 16)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-        x = tl.load(scratch + place)
-        before = tl.load(scratch + place - 256, mask=n % 2 == 1, other=0.0)
-        below = tl.where((column_block == row_block - 1) & (row_block % 2 == 1), own, 0.0)
-        below = tl.reshape(tl.sum(below, axis=1), (N, 16, 16))
-        tl.store(scratch + C * 16 + place, -_product(x, _product(below, before, DOT), DOT))
+        # The corners that join two blocks of 16, all pairs at once.
+        pair = tl.arange(0, C // 32)[:, None, None] * (32 * C + 32)
+        place = scratch + pair + tl.arange(0, 16)[None, :, None] * C + tl.arange(0, 16)[None, None, :]
+        before = tl.load(place)
+        below = tl.load(place + 16 * C)
+        x = tl.load(place + 16 * C + 16)
+        corner = -_product(x, _product(below, before, DOT), DOT)
+        tl.debug_barrier()
+        tl.store(place + 16 * C, corner)
         tl.debug_barrier()
         i = tl.arange(0, 32)[:, None]
         j = tl.arange(0, 32)[None, :]
         lower = i // 16 >= j // 16
-        place = i // 16 * 256 + i % 16 * 16 + j % 16 + tl.where(i // 16 == j // 16, 0, C * 16)
-        x = tl.load(scratch + place, mask=lower, other=0.0)
-        tl.store(out + i * out_stride + j, x.to(out.dtype.element_ty), mask=i < left)
+        place = scratch + i * C + j
+        before = tl.load(place, mask=lower, other=0.0)
+        tl.store(out + i * out_stride + j, before.to(out.dtype.element_ty), mask=i < left)
         if C == 64:
-            before = x
-            x = tl.load(scratch + place + 512, mask=lower, other=0.0)
+            below = tl.load(place + 32 * C)
+            x = tl.load(place + 32 * C + 32, mask=lower, other=0.0)
             beside = out + (32 + i) * out_stride + j
             tl.store(beside + 32, x.to(out.dtype.element_ty), mask=32 + i < left)
             zeros = tl.zeros((32, 32), out.dtype.element_ty)
             tl.store(out + i * out_stride + 32 + j, zeros, mask=i < left)
-            corner = -_product(x, _product(_block(a, 1, 0, 2, 32), before, DOT), DOT)
+            corner = -_product(x, _product(below, before, DOT), DOT)
             tl.store(beside, corner.to(out.dtype.element_ty), mask=32 + i < left)
 
 
@@ -135,14 +126,14 @@ def _invert(a, scratch, out, out_stride, left, C: tl.constexpr, DOT: tl.constexp
 def prepare_kernel(
     q, k, log_decay, beta, solve, scores, grown, rest, scratch, spans, scale, T, chunks_per_row, H, HV,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Rows of (I + tril(Kb Kb^T . gamma, -1) diag(beta))^{-1} and of scale * P, both [tokens, HV, C]; exp(G)
     and exp(G_C - G), [tokens, HV] float32. One program: chunk, value head."""
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
-    left = (end - first).to(tl.int32)
+    left = C if WHOLE else (end - first).to(tl.int32)
     if left <= 0:
         return
     gate = first * HV + head
@@ -152,14 +143,14 @@ def prepare_kernel(
     total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
     b = load_column(beta + gate, HV, left, C)
     rows = tl.arange(0, C)
-    tl.store(grown + gate + rows * HV, tl.exp(total.to(tl.float32)), mask=rows < left)
-    tl.store(rest + gate + rows * HV, tl.exp((last_of(total, C) - total).to(tl.float32)), mask=rows < left)
+    tl.store(grown + gate + rows * HV, decay(total), mask=rows < left)
+    tl.store(rest + gate + rows * HV, decay(last_of(total, C) - total), mask=rows < left)
 
     gamma = pair_decay(total[:, None], total[None, :], rows[:, None] >= rows[None, :])
     alike = tl.dot(keys, tl.trans(keys), input_precision=DOT) * (gamma * b[None, :])
     seen = tl.dot(queries, tl.trans(keys), input_precision=DOT) * (scale * gamma)
     store_rows(scores + gate * C, seen, HV * C, left, 0, C, C, C)
-    own = scratch + tl.program_id(0).to(tl.int64) * (C * 32)
+    own = scratch + tl.program_id(0).to(tl.int64) * (C * C)
     _invert(alike, own, solve + gate * C, HV * C, left, C, DOT)
 
 
@@ -167,7 +158,7 @@ def prepare_kernel(
 def writes_kernel(
     k, v, log_decay, write_k, write_v, target, write_state, spans, T, chunks_per_row, H, HV, L,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """target = v minus what k reads of the chunk's writes; write_state, their share of the state at the
     chunk's end. One program: chunk, value head, slice of V."""
@@ -176,7 +167,7 @@ def writes_kernel(
     head = tl.program_id(0) // SLICES % HV
     chunk = tl.program_id(0) // SLICES // HV
     first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
-    left = (end - first).to(tl.int32)
+    left = C if WHOLE else (end - first).to(tl.int32)
     if left <= 0:
         return
     gate = first * HV + head
@@ -184,7 +175,7 @@ def writes_kernel(
     keys = load_rows(k + (first * H + head // (HV // H)) * K, H * K, left, 0, K, C, BK)
     rows = tl.arange(0, C)
     gamma = pair_decay(total[None, :], total[:, None], rows[:, None] < rows[None, :])
-    rest = tl.exp((last_of(total, C) - total).to(tl.float32))
+    rest = decay(last_of(total, C) - total)
 
     # A transposed sum [BV, C]: the computed tile is the right operand.
     from_k = tl.zeros((BV, C), tl.float32)
@@ -208,8 +199,8 @@ def scan_kernel(
     q, k, target, beta, solve, scores, grown, rest, write_state, initial, o, final, error, states,
     offsets, chunk_start, scale, T, chunks_per_row, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, INITIAL: tl.constexpr, WRITES: tl.constexpr, SAVE: tl.constexpr,
-    STAGES: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, DOT: tl.constexpr, INITIAL: tl.constexpr, WRITES: tl.constexpr,
+    SAVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The final state; o, unless WRITES; where SAVE, e [tokens, HV, V] and the state at the start of each
     chunk. One program: sequence, value head, slice of V.
@@ -228,7 +219,7 @@ def scan_kernel(
         state += tl.load(initial + own + at, mask=exists, other=0.0).to(tl.float32)
     for step in tl.range(tl.cdiv((end - first).to(tl.int32), C), num_stages=STAGES):
         token = first + step * C
-        left = (end - token).to(tl.int32)
+        left = C if WHOLE else (end - token).to(tl.int32)
         gate = token * HV + head
         read = (token * H + head // (HV // H)) * K
         cell = ((chunk + step) * HV + head) * K * V
@@ -267,7 +258,7 @@ def output_kernel(
     q, log_decay, beta, scores, grown, error, states, write_k, write_v, o, spans, scale, T,
     chunks_per_row, H, HV, L,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """o: what q reads of the state at the chunk's start, of U and of the L writes. One program: chunk, value
     head, slice of V."""
@@ -276,7 +267,7 @@ def output_kernel(
     head = tl.program_id(0) // SLICES % HV
     chunk = tl.program_id(0) // SLICES // HV
     first, end = chunk_tokens(chunk, spans, T, chunks_per_row, C, PACKED)
-    left = (end - first).to(tl.int32)
+    left = C if WHOLE else (end - first).to(tl.int32)
     if left <= 0:
         return
     gate = first * HV + head

@@ -96,7 +96,7 @@ def tuning(dtype: torch.dtype, K: int, V: int, programs: int, writes: bool) -> T
         scan, reverse = (narrow,) * 2 if few else (Launch(4, 3 if writes else 2, 64), Launch(4, 2, 64))
     return Tuning(
         chunk=64,
-        prepare=Launch(4, 1, 64, 128) if K == 128 else Launch(2, 1, 64),
+        prepare=Launch(4, 1, 64, 128),
         writes=Launch(4, 2, 64) if K == 128 else Launch(4, 2, 64, 168),
         scan=scan,
         output=Launch(4, 2, V, 128 if K == V == 64 else 0),
@@ -296,7 +296,8 @@ def forward(
     where = layout(B, T, C, cu_seqlens)
     packed = where.spans is not None
     tokens = (where.spans, scale, T, where.chunks_per_row, H, HV)
-    modes = {"PACKED": packed, "WIDE": wide, "DOT": dot}
+    whole = not packed and T % C == 0
+    modes = {"PACKED": packed, "WHOLE": whole, "WIDE": wide, "DOT": dot}
     length, launched = _segments(B, T, HV, V, cu_seqlens, tuned)
     writes = write_k is not None
     error = states = None
@@ -311,7 +312,7 @@ def forward(
     o = torch.empty_like(v)
 
     at = tuned.prepare
-    scratch = q.new_empty(where.chunks, HV, 2 * C, 16, dtype=torch.float32)
+    scratch = q.new_empty(where.chunks, HV, C, C, dtype=torch.float32)
     _run(
         prepare_kernel, where.chunks * HV, at,
         (q, k, log_decay, beta, solve, scores, grown, rest, scratch, *tokens),
@@ -353,8 +354,9 @@ def forward(
         (None if writes else q, k, target, beta, solve, None if writes else scores, grown, rest, write_state,
          start, None if writes else o, final, error, states, offsets, chunk_start, scale, T,
          where.chunks_per_row, H, HV),
-        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=offsets is not None, DOT=dot, INITIAL=start is not None,
-        WRITES=writes, SAVE=error is not None, STAGES=at.stages if writes else None,
+        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=offsets is not None, WHOLE=whole and offsets is None,
+        DOT=dot, INITIAL=start is not None, WRITES=writes, SAVE=error is not None,
+        STAGES=at.stages if writes else None,
     )  # fmt: skip
     if writes:
         at = tuned.output
@@ -410,7 +412,8 @@ def backward(
     packed, writes = where.spans is not None, write_k is not None
     L = write_k.shape[3] if write_k is not None else 0
     tokens = (where.spans, scale, T, where.chunks_per_row, H, HV)
-    modes = {"PACKED": packed, "WIDE": wide, "DOT": dot}
+    whole = not packed and T % C == 0
+    modes = {"PACKED": packed, "WHOLE": whole, "WIDE": wide, "DOT": dot}
     (solve, scores), (grown, rest), error, states, *transitions = saved
 
     sequences, offsets, chunk_start, end, first = N, where.offsets, where.chunk_start, dstate, None
@@ -438,8 +441,8 @@ def backward(
         reverse_kernel, sequences * HV * slices, at,
         (q, k, beta, solve, scores, grown, rest, error, do, end, dv, d_states, d_initial, kept, offsets,
          chunk_start, scale, T, where.chunks_per_row, H, HV),
-        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=offsets is not None, DOT=dot, FINAL=end is not None,
-        STAGES=at.stages,
+        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=offsets is not None, WHOLE=whole and offsets is None,
+        DOT=dot, FINAL=end is not None, STAGES=at.stages,
     )  # fmt: skip
     if first is not None:
         d_initial = d_initial[first]
@@ -472,7 +475,7 @@ def backward(
     _run(
         queries_grad_kernel, where.chunks * HV, at,
         (q, k, grown, states, write_k, do, by_scores, by_writes, dq, reads, *tokens, L),
-        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=packed, DOT=dot, WRITES=writes,
+        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=packed, WHOLE=whole, DOT=dot, WRITES=writes,
     )  # fmt: skip
 
     at = tuned.keys_grad
@@ -483,7 +486,7 @@ def backward(
         (q, k, beta, grown, rest, error, states, write_k, dv, d_states, by_scores, by_writes, gate_grad,
          write_gate_grad, beta_grad, reads, kept, dk, d_log_decay, d_beta, where.spans, T,
          where.chunks_per_row, H, HV, L, slices),
-        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=packed, DOT=dot, WRITES=writes,
+        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=packed, WHOLE=whole, DOT=dot, WRITES=writes,
     )  # fmt: skip
     if HV != H:
         dq = dq.unflatten(2, (H, HV // H)).sum(3).to(q.dtype)
