@@ -329,57 +329,6 @@ def test_any_shape(B, T, H, group, K, V, L, state, seed):
     check(problem(B, T, H * group, K, V, L, H=H, device="cpu", seed=seed, state=state))
 
 
-def ptx_of_the_chunk_kernel(K, V, dtype, *, writes):
-    """Compiled for Hopper with the options that `resident` launches it with; needs no GPU."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from prism.scan.triton import resident
-    from prism.scan.triton._chunk_kernel import chunk_kernel
-
-    products = resident._products(dtype, K, V)
-    constants = {
-        "K": K,
-        "V": V,
-        "BK": K,
-        "BV": products.BV,
-        "C": resident.CHUNK,
-        "WRITES": writes,
-        "PACKED": False,
-    }
-    constants |= {"DOT": products.DOT, "PRECISION": products.PRECISION}
-    kind = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
-    others = {"scale": "fp32", "spans": "*i64"} | dict.fromkeys(("T", "N", "H", "HV", "L"), "i32")
-    others |= dict.fromkeys(("log_decay", "beta", "states", "adjoints", "dlog_decay"), "*fp32")
-    names = chunk_kernel.arg_names
-    signature = {name: "constexpr" if name in constants else others.get(name, kind) for name in names}
-    source = ASTSource(
-        chunk_kernel, signature, {(names.index(name),): value for name, value in constants.items()}
-    )
-    options = {"num_warps": products.num_warps, "num_stages": 1}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under TRITON_INTERPRET=1")
-@pytest.mark.parametrize(
-    ("K", "dtype"),
-    [(16, torch.float32), (64, torch.bfloat16)]
-    + [
-        pytest.param(K, dtype, marks=pytest.mark.slow)
-        for K in (16, 32, 64, 128, 256)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        if (K, dtype) not in ((16, torch.float32), (64, torch.bfloat16))
-    ],
-    ids=str,
-)
-def test_no_product_becomes_the_instruction_that_is_compiled_wrongly(K, dtype):
-    """Triton 3.4 to 3.7 gets wgmma wrong on Hopper where it computed an operand; 16 rows are too few."""
-    ptx = ptx_of_the_chunk_kernel(K, K, dtype, writes=True)
-    assert "wgmma" not in ptx
-    assert "mma.sync" in ptx or "fma.rn.f32" in ptx
-
-
 @pytest.mark.parametrize(
     ("shape", "name"),
     [
@@ -430,78 +379,6 @@ def test_shared_memory_is_what_the_driver_says():
 @pytest.mark.parametrize("T", [255, 256, 1023, 1024])
 def test_both_sides_of_the_boundary(T, K):
     check(problem(1, T, 2, K, K, 1, device="cuda", decay=0.1))
-
-
-class RecordedDriver:
-    """A CUDA driver that keeps what a launch hands over, so that launches can be compared without a GPU."""
-
-    def __init__(self):
-        self.calls = calls = []
-        self.utils = self
-
-        class Launcher:
-            def __init__(self, source, metadata):
-                self.name = source.fn.__name__
-
-            def __call__(
-                self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments
-            ):
-                kinds = [(a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in arguments]
-                calls.append((self.name, (x, y, z), stream, function, kinds))
-
-        self.launcher_cls = Launcher
-
-    def load_binary(self, name, kernel, shared, device):
-        return None, hash(kernel), 32, 0, 1024
-
-    def get_device_properties(self, device):
-        return {"max_shared_mem": 232448}
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 7
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing is launched under TRITON_INTERPRET=1")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the CUDA driver")
-@pytest.mark.parametrize(("L", "packed"), [(0, False), (2, True)])
-def test_a_repeated_launch_hands_over_what_triton_would(monkeypatch, L, packed):
-    triton = pytest.importorskip("triton")
-    from prism.scan.triton import _launch, _operator, resident
-
-    driver = RecordedDriver()
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(_operator, "choose", lambda *_: resident)
-
-    def launches(B, T):
-        lengths = [0, 0, T] if packed else None
-        x = cast(
-            problem(1 if packed else B, T, 2, 16, 16, L, H=1, device="cpu", N=2 if packed else B),
-            torch.float32,
-        )
-        inputs = [x["q"], x["k"], x["v"], x["log_decay"], x["beta"], x.get("write_k"), x.get("write_v"), 0.25]
-        inputs += [x["initial_state"], torch.tensor(lengths) if packed else None]
-        driver.calls.clear()
-        saved = resident.allocate(inputs[0], inputs[2], inputs[5], inputs[9])
-        o, last = resident.forward(*inputs, saved)
-        resident.backward(o, last, *inputs, saved)
-        return list(driver.calls)
-
-    monkeypatch.setattr(_launch, "_compiled", {})
-    launches(1, 16)  # fills the cache
-    for B, T in ((1, 16), (3, 1), (16, 33)):
-        again = launches(B, T)
-        monkeypatch.setattr(_launch, "_compiled", {})
-        assert again == launches(B, T)  # the same functions, grids and arguments
-        assert [call[0] for call in again] == ["forward_kernel", "reverse_kernel", "chunk_kernel"]
 
 
 # An operator like any other ---------------------------------------------------------------------------------

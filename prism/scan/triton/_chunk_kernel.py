@@ -11,6 +11,8 @@ understood:
     dx_i = exp(G_C - G_i) dS_C^T w_i
          + sum_{s>=i} gamma_si (do_s . w_i) q_s - sum_{s>i} gamma_si (dR_s . w_i) k_s
 
+dx is linear in w: that of the source (k, beta e) is beta times that of (k, e), whose product with k is dbeta.
+
 Chunks have 16 rows: too few for wgmma, the matrix instruction that Triton 3.4 to 3.7 gets wrong on Hopper
 where an operand was computed. Products become mma.sync or, in float32, multiply-adds.
 """
@@ -59,18 +61,19 @@ def _upper(x):
 
 @triton.jit
 def _source(
-    x_base, x_stride, w_base, w_stride, factor, q_base, k_base, k_stride, do_base, dv_base, v_stride, adjoint,
+    x_base, x_stride, w_base, w_stride, weight, q_base, k_base, k_stride, do_base, dv_base, v_stride, adjoint,
     scale, gamma, to_end, left, dq, dk, pairs,
     V: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    WEIGHTED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds one source's share to dq, dk and the pairs; returns the gradient of its key, and what the last
-    state holds of it. Tiles are read where they are used: together they would not fit in registers."""
+    state holds of it. WEIGHTED: the source counts `weight` times, in all but the gradient of its key. Tiles
+    are read where they are used: together they would not fit in registers."""
     by_q = tl.zeros([C, C], tl.float32)
     by_k = tl.zeros([C, C], tl.float32)
     dx = tl.zeros([C, BK], tl.float32)
     for first in range(0, V, BV):
-        w = _tile(w_base, w_stride, left, V, first, C, BV).to(tl.float32) * factor[:, None]
+        w = _tile(w_base, w_stride, left, V, first, C, BV)
         do = _tile(do_base, v_stride, left, V, first, C, BV)
         by_q = _dot(do, tl.trans(w), by_q, DOT, PRECISION)
         dv = _tile(dv_base, v_stride, left, V, first, C, BV)
@@ -84,28 +87,26 @@ def _source(
     tl.debug_barrier()
     x = _tile(x_base, x_stride, left, K, 0, C, BK)
     flow = tl.sum(dx * x.to(tl.float32), 1)
+    by_q_once, by_k_once = by_q, by_k
+    if WEIGHTED:
+        flow *= weight
+        by_q *= weight[None, :]
+        by_k *= weight[None, :]
     dq = _dot(by_q, x, dq, DOT, PRECISION)
     dk = _dot(by_k, x, dk, DOT, PRECISION)
     q = _tile(q_base, k_stride, left, K, 0, C, BK).to(tl.float32) * scale
-    dx = _dot(tl.trans(by_q), q, dx, DOT, PRECISION)
+    dx = _dot(tl.trans(by_q_once), q, dx, DOT, PRECISION)
     pairs += by_q * _dot(q, tl.trans(x), tl.zeros([C, C], tl.float32), DOT, PRECISION)
     k = _tile(k_base, k_stride, left, K, 0, C, BK)
-    dx = _dot(tl.trans(by_k), k, dx, DOT, PRECISION)
+    dx = _dot(tl.trans(by_k_once), k, dx, DOT, PRECISION)
     pairs += by_k * _dot(k, tl.trans(x), tl.zeros([C, C], tl.float32), DOT, PRECISION)
     tl.debug_barrier()
     return dq, dk, dx, pairs, flow
 
 
-@triton.jit(do_not_specialize=["T", "N", "L"])
-def chunk_kernel(
-    q, k, log_decay, beta, write_k, write_v, do, e, dv, states, adjoints, spans,
-    dq, dk, dlog_decay, dwrite_k, scale, T, N, H, HV, L,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    WRITES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dq and dk (per value head), dlog_decay, dwrite_k. A program: a chunk and value head."""
-    slot = tl.program_id(0) // HV
-    h = tl.program_id(0) % HV
+@triton.jit
+def _chunk(slot, spans, T, N, C: tl.constexpr, PACKED: tl.constexpr):
+    """First token of the chunk in a slot, and how many tokens its sequence has from there on."""
     if PACKED:
         # The last sequence whose first slot, floor(start / C) + n, is not past this one.
         n, above = tl.cast(0, tl.int64), tl.cast(N, tl.int64)
@@ -126,6 +127,20 @@ def chunk_kernel(
         chunk = slot % chunks
         token = (slot // chunks).to(tl.int64) * T + chunk * C
         left = T - chunk * C
+    return token, left
+
+
+@triton.jit(do_not_specialize=["T", "N", "L"])
+def chunk_kernel(
+    q, k, log_decay, beta, write_k, write_v, do, e, dv, states, adjoints, spans,
+    dq, dk, dlog_decay, dwrite_k, dbeta, scale, T, N, H, HV, L,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    WRITES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq and dk (per value head), dlog_decay, dbeta, dwrite_k. A program: a chunk and value head."""
+    slot = tl.program_id(0) // HV
+    h = tl.program_id(0) % HV
+    token, left = _chunk(slot, spans, T, N, C, PACKED)
     if left <= 0:
         return
 
@@ -154,23 +169,24 @@ def chunk_kernel(
     pairs = tl.zeros([C, C], tl.float32)
     flow = tl.zeros([C], tl.float32)
     if WRITES:
-        once = tl.full([C], 1.0, tl.float32)
         for l in range(L):
             write = (row * L + l) * K
             dq_c, dk_c, dx, pairs, flow_l = _source(
-                write_k + write, HV * L * K, write_v + (row * L + l) * V, HV * L * V, once,
+                write_k + write, HV * L * K, write_v + (row * L + l) * V, HV * L * V, beta_c,
                 q, k, H * K, do, dv, HV * V, adjoint, scale, gamma, to_end, left, dq_c, dk_c, pairs,
-                V, K, C, BK, BV, DOT, PRECISION,
+                V, K, C, BK, BV, False, DOT, PRECISION,
             )  # fmt: skip
             flow += flow_l
             _put(dwrite_k + write, HV * L * K, left, K, dx, C, BK)
     dq_c, dk_c, dx, pairs, flow_k = _source(
         k, H * K, e + row * V, HV * V, beta_c,
         q, k, H * K, do, dv, HV * V, adjoint, scale, gamma, to_end, left, dq_c, dk_c, pairs,
-        V, K, C, BK, BV, DOT, PRECISION,
+        V, K, C, BK, BV, True, DOT, PRECISION,
     )  # fmt: skip
     flow += flow_k
-    dk_c += dx
+    dbeta_c = tl.sum(dx * _tile(k, H * K, left, K, 0, C, BK).to(tl.float32), 1)
+    tl.store(dbeta + row + r * HV, dbeta_c.to(dbeta.dtype.element_ty), mask=ok)
+    dk_c += dx * beta_c[:, None]
 
     # What q and k read of the chunk's first state.
     dq_s = tl.zeros([C, BK], tl.float32)
