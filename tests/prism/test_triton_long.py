@@ -139,7 +139,7 @@ def check(found: dict[str, float], dtype: torch.dtype, plain: dict[str, float] |
 
 def tuned(dtype: torch.dtype, K: int, V: int, chunk: int) -> Tuning:
     """The launch settings of these widths with another chunk length."""
-    return chunkwise.tuning(dtype, K, V, 1000, True)._replace(chunk=chunk)
+    return chunkwise.tuning(dtype, K, V, 1000, True, False)._replace(chunk=chunk)
 
 
 def repeated_keys(T: int, beta: float, L: int = 1) -> dict[str, Tensor | None]:
@@ -274,7 +274,7 @@ def test_interpreted_offsets_never_lead_outside(offsets):
     *tensors, initial = inputs.values()
     cu = torch.tensor(offsets)
     saved = chunkwise.allocate(tensors[0], tensors[2], tensors[5], cu)
-    table = chunkwise.layout(1, 50, chunkwise.tuning(torch.float32, 16, 16, 1, True).chunk, cu)
+    table = chunkwise.layout(1, 50, chunkwise.tuning(torch.float32, 16, 16, 1, True, False).chunk, cu)
     assert table.chunks == len(saved[3]) >= table.chunk_start[-1]
     assert table.spans.min() >= 0
     assert table.spans.max() <= 50
@@ -307,7 +307,7 @@ def test_interpreted_gradient_of_one_output_only():
 @pytest.mark.parametrize("T", [130, 192])
 def test_every_program(T, programs, L, K, V):
     """At the warps, stages and slices that these widths are launched with: there are no others."""
-    at = chunkwise.tuning(torch.bfloat16, K, V, programs, L > 0)
+    at = chunkwise.tuning(torch.bfloat16, K, V, programs, L > 0, T % 64 == 0)
     check(errors(make(1, T, 1, 2, K, V, L), torch.bfloat16, "cuda", tuned=at), torch.bfloat16)
 
 
@@ -355,14 +355,14 @@ def test_packed_sequences(offsets):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("offsets", [None, [0, 0, 70, 600, 601, 1000]])
+@pytest.mark.parametrize(("T", "offsets"), [(1000, None), (1024, None), (1000, [0, 0, 70, 600, 601, 1000])])
 @pytest.mark.parametrize(
     ("K", "V", "L"), [(128, 128, 0), (128, 128, 1), (64, 128, 1), (128, 64, 0), (64, 64, 1)]
 )
-def test_levels(K, V, L, offsets):
+def test_levels(K, V, L, T, offsets):
     """Segments of two chunks, against the recurrence and against one level."""
-    inputs = make(1, 1000, 1, 2, K, V, L, N=1 if offsets is None else len(offsets) - 1, decay=0.1)
-    at = chunkwise.tuning(torch.bfloat16, K, V, 1000, L > 0)
+    inputs = make(1, T, 1, 2, K, V, L, N=1 if offsets is None else len(offsets) - 1, decay=0.1)
+    at = chunkwise.tuning(torch.bfloat16, K, V, 1000, L > 0, T % 64 == 0)
     one, two = (
         errors(inputs, torch.bfloat16, "cuda", offsets, at._replace(segment_chunks=n)) for n in (0, 2)
     )

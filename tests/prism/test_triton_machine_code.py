@@ -19,8 +19,8 @@ import torch
 triton = pytest.importorskip("triton")
 from prism.scan.triton import _chunkwise_backward as backward  # noqa: E402
 from prism.scan.triton import _chunkwise_forward as forward  # noqa: E402
+from prism.scan.triton import _operator, chunkwise  # noqa: E402
 from prism.scan.triton import _segments as segments  # noqa: E402
-from prism.scan.triton import chunkwise  # noqa: E402
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 pytestmark = [
@@ -48,15 +48,21 @@ OFFSETS = {"spans", "offsets", "chunk_start", "owner", "segments"}
 COUNTS = {"T", "chunks_per_row", "H", "HV", "L", "slices"}
 SHARED = {"queries_grad": {"dq"}, "keys_grad": {"dk"}}
 """What is float32 too where value heads share a key head, and in the dtype of q elsewhere."""
-BATCHES = ((False, False), (False, True), (True, False))
-"""Packed, and whole: rows of ragged chunks, rows of whole ones, sequences laid end to end."""
+BATCHES = tuple(itertools.product((False, True), repeat=2))
+"""Packed, and whole chunks only."""
 
 
 def programs(
     tuned: chunkwise.Tuning, K: int, V: int, writes: bool, packed: bool, whole: bool, states: bool
 ) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Name in `Tuning`, kernel and constants of everything that one forward and backward pass launches. What
-    two levels launch beside the passes of one counts to packed sequences, whose tables they share."""
+    two levels launch beside the passes of one counts to packed sequences, whose tables they share: they alone
+    have both tables and whole chunks."""
+    if packed and whole:
+        for name, kernel, constants in programs(tuned, K, V, writes, True, False, states):
+            if name in ("scan", "reverse"):
+                yield name, kernel, {**constants, "WHOLE": True}
+        return
     base = {"K": K, "C": tuned.chunk, "BK": K, "PACKED": packed, "WHOLE": whole, "DOT": "tf32x3"}
 
     def slices(name: str) -> dict[str, int]:
@@ -150,6 +156,7 @@ def machine_code(
             attributes[(n,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=at.options)
+    assert compiled.metadata.shared <= _operator.ROOM
     # A left operand in registers: `{sums}, {left}, descriptor`, not `{sums}, descriptor, descriptor`.
     assert not re.search(r"wgmma\.mma_async[^;]*?\}, *\{", compiled.asm["ptx"])
     binary = folder / "kernel.cubin"
@@ -185,8 +192,8 @@ def bad_sums(code: str) -> list[str]:
 def check(
     K: int, V: int, writes: bool, packed: bool, whole: bool, states: bool, folder: Path, only: str = ""
 ) -> None:
-    many = chunkwise.tuning(torch.bfloat16, K, V, chunkwise.FEW_PROGRAMS + 1, writes)
-    few = chunkwise.tuning(torch.bfloat16, K, V, chunkwise.FEW_PROGRAMS, writes)
+    many = chunkwise.tuning(torch.bfloat16, K, V, chunkwise.FEW_PROGRAMS + 1, writes, whole)
+    few = chunkwise.tuning(torch.bfloat16, K, V, chunkwise.FEW_PROGRAMS, writes, whole)
     for tuned in (many, few):
         for name, kernel, constants in programs(tuned, K, V, writes, packed, whole, states):
             at = getattr(tuned, name)
@@ -208,11 +215,11 @@ def test_every_program_that_is_launched_is_in_the_list(monkeypatch):
         *[(64, 128)] * 2, (False, True), BATCHES, (False, True)
     ):
         for count in (chunkwise.FEW_PROGRAMS, chunkwise.FEW_PROGRAMS + 1):
-            tuned = chunkwise.tuning(torch.bfloat16, K, V, count, writes)
+            tuned = chunkwise.tuning(torch.bfloat16, K, V, count, writes, batch[1])
             for name, kernel, constants in programs(tuned, K, V, writes, *batch, states):
                 for shared in (set(), SHARED[name]) if name in SHARED else (set(),):
                     listed.add(of(kernel, getattr(tuned, name).options, constants, shared))
-    assert len(listed) == 358
+    assert len(listed) == 430
 
     launches: list[Any] = []
 

@@ -194,7 +194,7 @@ def _tokens(
     return tokens
 
 
-@triton.jit(do_not_specialize=["T", "pairs"], do_not_specialize_on_alignment=["last", "states"])
+@triton.jit(do_not_specialize=["T", "pairs"], do_not_specialize_on_alignment=["initial", "last", "states"])
 def forward_kernel(
     q, k, v, log_decay, beta, write_k, write_v, initial, spans, o, last, e, states, scale, T, pairs, H, HV,
     K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, KR: tl.constexpr, KL: tl.constexpr, G: tl.constexpr,
@@ -273,7 +273,9 @@ def forward_kernel(
     tl.store(last + _wide(i.to(tl.int64) * K * V) + entry, S, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "pairs"], do_not_specialize_on_alignment=["dinitial", "adjoints"])
+@triton.jit(
+    do_not_specialize=["T", "pairs"], do_not_specialize_on_alignment=["dlast", "dinitial", "adjoints"]
+)
 def reverse_kernel(
     q, k, do, log_decay, beta, write_k, dlast, spans, dv, dwrite_v, dinitial, adjoints, scale,
     T, pairs, H, HV,

@@ -76,35 +76,35 @@ FEW_PROGRAMS = 64
 """Sequences x value heads x 64-column slices up to which a pass has slices of 32 columns and three stages."""
 
 
-def tuning(dtype: torch.dtype, K: int, V: int, programs: int, writes: bool) -> Tuning:
+def tuning(dtype: torch.dtype, K: int, V: int, programs: int, writes: bool, whole: bool) -> Tuning:
     """Launch settings by widths and shape alone: nothing is tuned at run time, so no shape costs a first call
     of minutes. Measured on an H200 (benchmarks/NOTES.md).
 
-    `programs`: sequences x value heads x ceil(V / 64), the programs of a pass over chunks.
+    `programs`: sequences x value heads x ceil(V / 64), the programs of a pass over chunks; `whole`: no chunk
+    is ragged.
     """
     if dtype == torch.float32:
         block = min(32, _padded(V))
         small, large = Launch(4, 1, block), Launch(8, 1, block)
         return Tuning._make([32, *[small] * 2, *[large] * 9, Launch(4, 1, 16), -1])
-    few = programs <= FEW_PROGRAMS
-    narrow = Launch(4, 3, 32)
-    if K == 128:
-        # At two stages two programs share a multiprocessor: worth it where there are so many, and where the
-        # pass forms o too.
-        scan, reverse = (narrow if few or writes else Launch(4, 2, 32)), narrow
+    if programs <= FEW_PROGRAMS:
+        scan = reverse = Launch(4, 3, 32)
+    elif K == 128 and not whole:  # masks take the registers that slices of 64 columns need
+        scan, reverse = Launch(4, 3 if writes else 2, 32), Launch(4, 3, 32)
     else:
-        scan, reverse = (narrow,) * 2 if few else (Launch(4, 3 if writes else 2, 64), Launch(4, 2, 64))
+        scan = Launch(4, 3 if K == 128 or writes else 2, 64)
+        reverse = Launch(4, 3 if K == 128 else 2, 64)
     return Tuning(
         chunk=64,
         prepare=Launch(4, 1, 64, 128),
-        writes=Launch(4, 2, 64) if K == 128 else Launch(4, 2, 64, 168),
+        writes=Launch(4, 3, 64, 0 if K == 128 else 168),
         scan=scan,
         output=Launch(4, 2, V, 128 if K == V == 64 else 0),
         reverse=reverse,
         writes_grad=Launch(4, 1, 64),
-        scores_grad=Launch(4, 2, 64),
+        scores_grad=Launch(4, 2, 64, 168),
         queries_grad=Launch(4, 1 if writes else 2, 64),
-        keys_grad=Launch(4, 2, 64),
+        keys_grad=Launch(4, 2, 64, 168 if K == 128 else 128),
         segment=Launch(4, 3, 64),
         segment_reverse=Launch(4, 3, 64),
         combine=Launch(2, 1, 16),
@@ -179,9 +179,11 @@ def _tuned(q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | No
     B, T, HV, V = v.shape
     K = q.shape[3]
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    _, segments = _segments(B, T, HV, V, cu_seqlens, tuning(q.dtype, K, V, 0, False))
+    any_tuning = tuning(q.dtype, K, V, 0, False, False)
+    _, segments = _segments(B, T, HV, V, cu_seqlens, any_tuning)
     programs = max(sequences, segments) * HV * triton.cdiv(V, 64)
-    return tuning(q.dtype, K, V, programs, write_k is not None)
+    whole = cu_seqlens is None and T % any_tuning.chunk == 0
+    return tuning(q.dtype, K, V, programs, write_k is not None, whole)
 
 
 def _cut(where: Layout, T: int, C: int, chunks: int, launched: int, device: torch.device) -> Segments:
@@ -261,7 +263,7 @@ def allocate(
     float32."""
     B, T, HV, _ = v.shape
     K, V = widths(q.dtype, q.shape[3], v.shape[3])
-    tuned = tuned or tuning(q.dtype, K, V, 0, False)
+    tuned = tuned or tuning(q.dtype, K, V, 0, False, False)
     C = tuned.chunk
     per_row = (T + C - 1) // C  # T may be symbolic
     chunks = B * per_row if cu_seqlens is None else per_row + cu_seqlens.shape[0] - 1
@@ -354,8 +356,8 @@ def forward(
         (None if writes else q, k, target, beta, solve, None if writes else scores, grown, rest, write_state,
          start, None if writes else o, final, error, states, offsets, chunk_start, scale, T,
          where.chunks_per_row, H, HV),
-        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=offsets is not None, WHOLE=whole and offsets is None,
-        DOT=dot, INITIAL=start is not None, WRITES=writes, SAVE=error is not None,
+        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=offsets is not None, WHOLE=whole, DOT=dot,
+        INITIAL=start is not None, WRITES=writes, SAVE=error is not None,
         STAGES=at.stages if writes else None,
     )  # fmt: skip
     if writes:
@@ -441,8 +443,8 @@ def backward(
         reverse_kernel, sequences * HV * slices, at,
         (q, k, beta, solve, scores, grown, rest, error, do, end, dv, d_states, d_initial, kept, offsets,
          chunk_start, scale, T, where.chunks_per_row, H, HV),
-        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=offsets is not None, WHOLE=whole and offsets is None,
-        DOT=dot, FINAL=end is not None, STAGES=at.stages,
+        K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=offsets is not None, WHOLE=whole, DOT=dot,
+        FINAL=end is not None, STAGES=at.stages,
     )  # fmt: skip
     if first is not None:
         d_initial = d_initial[first]
