@@ -78,12 +78,9 @@ class Part:
         return [json.loads(line) for line in self.lines]
 
 
-def take_turns(parts: list[Part], seconds: float, turn: float, gate: Path | None) -> list[dict[str, Any]]:
-    """Results of all parts in order.
-
-    seconds: how long parts may take to get ready; turn: to be timed; gate: a file before which nothing is
-    timed.
-    """
+def get_ready(parts: list[Part], seconds: float, gate: Path | None) -> None:
+    """Returns when all parts are ready, those stopped that are not within `seconds`, and the file `gate` is
+    there, for which it waits no longer than that either."""
     began = time.perf_counter()
     for part in parts:
         part.ready.wait(max(0.0, seconds - (time.perf_counter() - began)))
@@ -92,4 +89,9 @@ def take_turns(parts: list[Part], seconds: float, turn: float, gate: Path | None
         part.stop_unless(part.ready)
     while gate is not None and not gate.exists() and time.perf_counter() - began < seconds:
         time.sleep(0.05)
+
+
+def take_turns(parts: list[Part], seconds: float, turn: float, gate: Path | None) -> list[dict[str, Any]]:
+    """Results of all parts in order; turn: how long one may take to be timed. The rest as in `get_ready`."""
+    get_ready(parts, seconds, gate)
     return [row for part in parts for row in part.rows(turn)]

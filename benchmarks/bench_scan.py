@@ -22,14 +22,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from _turns import Part, report, wait_for_turn
+from _turns import Part, get_ready, report, wait_for_turn
 from bench_scan_tiny import tune_quickly, version
 from torch import Tensor
 
@@ -445,6 +444,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=ALL, help="default: all of a part")
     parser.add_argument("--seconds", type=float, default=300, help="for all parts to compile")
     parser.add_argument("--turn", type=float, default=300, help="seconds for one part to be timed")
+    parser.add_argument("--wait-for", type=Path, help="time nothing before this file exists")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scan_h200.json"))
     parser.add_argument("--keep", type=Path, help="earlier results of the same code, for what is not run now")
     parser.add_argument("--tiny", action="store_true", help="many short sequences instead")
@@ -486,11 +486,7 @@ def main() -> None:
         "floor_bytes_per_second": COPY,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
-    for part in started:
-        part.ready.wait(max(0.0, args.seconds - (time.perf_counter() - began)))
-    for part in started:  # or it would compile on while others are timed
-        part.stop_unless(part.ready)
+    get_ready(started, args.seconds, args.wait_for)
     for part in started:
         rows += part.rows(args.turn)
         done = {(r["kernel"], r["shape"], r["L"]) for r in rows}
