@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,18 +81,29 @@ class Part:
 
 def get_ready(parts: list[Part], seconds: float, gate: Path | None) -> None:
     """Returns when all parts are ready, those stopped that are not within `seconds`, and the file `gate` is
-    there, for which it waits no longer than that either."""
+    there: what is not to be timed beside other work is not."""
     began = time.perf_counter()
     for part in parts:
         part.ready.wait(max(0.0, seconds - (time.perf_counter() - began)))
         print(f"{part.name}: {time.perf_counter() - began:.0f} s until ready", flush=True)
     for part in parts:  # or it would compile on while others are timed
         part.stop_unless(part.ready)
-    while gate is not None and not gate.exists() and time.perf_counter() - began < seconds:
+    while gate is not None and not gate.exists():
         time.sleep(0.05)
 
 
-def take_turns(parts: list[Part], seconds: float, turn: float, gate: Path | None) -> list[dict[str, Any]]:
-    """Results of all parts in order; turn: how long one may take to be timed. The rest as in `get_ready`."""
+def take_turns(
+    parts: list[Part],
+    seconds: float,
+    turn: float,
+    gate: Path | None,
+    write: Callable[[list[dict[str, Any]]], object],
+) -> list[dict[str, Any]]:
+    """Results of all parts in order, handed to `write` after every turn: what ends the process leaves what
+    was measured. turn: how long one may take to be timed. The rest as in `get_ready`."""
     get_ready(parts, seconds, gate)
-    return [row for part in parts for row in part.rows(turn)]
+    rows: list[dict[str, Any]] = []
+    for part in parts:
+        rows += part.rows(turn)
+        write(rows)
+    return rows

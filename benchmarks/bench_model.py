@@ -395,7 +395,8 @@ def run(names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
         if ARMS[name].mixer == "fla":
             env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", "."), str(args.peers.resolve())])
         parts.append(Part(name, [*command, "--part", name], env))
-    return take_turns(parts, args.seconds, args.turn, None)
+    # Its parts write every row on their own.
+    return take_turns(parts, args.seconds, args.turn, None, lambda rows: None)
 
 
 def main() -> None:

@@ -354,7 +354,6 @@ def main() -> None:
         for widths, writes in units:
             own = ["--widths", *map(str, widths), "--writes", *map(str, writes)]
             parts.append(Part(f"{part}, D {widths}, L {writes}", [*command, "--part", part, *own], env))
-    rows = take_turns(parts, args.seconds, 30, args.wait_for)
     if args.peers:
         sys.path.append(str(args.peers))
     document = {
@@ -362,10 +361,13 @@ def main() -> None:
         "versions": {p: version(p) for p in ("torch", "triton", "flash-linear-attention", "tilelang")},
         "tokens": T,
         "unit": "microseconds of one forward and backward pass, median",
-        "rows": rows,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        args.out.write_text(json.dumps(document | {"rows": rows}, indent=1) + "\n")
+
+    rows = take_turns(parts, args.seconds, 30, args.wait_for, write)
     print(table(rows), *verdicts(rows), sep="\n")
 
 

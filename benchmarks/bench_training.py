@@ -38,6 +38,7 @@ from ablations.store import environment  # noqa: E402
 from ablations.trainer import Trainer  # noqa: E402
 from prism import PrismConfig, PrismModel  # noqa: E402
 
+Rows = list[dict[str, Any]]
 TARGETS = {"cpu": {16: (1.2, 2.0), 128: (15.0, 25.0)}, "cuda": (15e6, 40e6)}
 
 
@@ -169,14 +170,16 @@ def cuda_row(number: int, repeats: int, profile: Path | None) -> None:
     report(row)
 
 
-def on_cuda(repeats: int, only: list[int], gate: Path | None, profile: Path | None) -> list[dict[str, Any]]:
+def on_cuda(
+    repeats: int, only: list[int], gate: Path | None, profile: Path | None, write: Callable[[Rows], None]
+) -> Rows:
     """Rows for L and for the ways to run the step."""
     must, aim = TARGETS["cuda"]  # type: ignore[misc]
     command = [sys.executable, __file__, "--repeats", str(repeats)]
     if profile is not None:
         command += ["--profile", str(profile)]
     parts = [Part(f"row {number}", [*command, "--row", str(number)]) for number in only]
-    rows = take_turns(parts, 300, 60, gate)
+    rows = take_turns(parts, 300, 60, gate, write)
     for row in rows:
         name = (
             f"L = {row['L']}, {row.get('scan_backend')}, compile {row['compile']}, graph {row['cuda_graph']}"
@@ -214,13 +217,17 @@ def main() -> None:
     if given.row is not None:
         cuda_row(given.row, repeats, given.profile)
         return
+    out = given.out or HERE / "results" / f"training_{given.device}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(rows: Rows) -> None:
+        out.write_text(json.dumps({"rows": rows, "environment": environment(given.device)}, indent=1) + "\n")
+
     if given.device == "cpu":
         rows = on_cpu(repeats)
     else:
-        rows = on_cuda(repeats, given.rows, given.wait_for, given.profile)
-    out = given.out or HERE / "results" / f"training_{given.device}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"rows": rows, "environment": environment(given.device)}, indent=1) + "\n")
+        rows = on_cuda(repeats, given.rows, given.wait_for, given.profile, write)
+    write(rows)
     print(out)
 
 

@@ -34,7 +34,7 @@ def test_parts_are_timed_one_after_the_other_once_all_are_ready(turns):
         part(turns, "late", "time.sleep(0.5)", "ready = time.time()", *timed, "report({'ready': ready})"),
         part(turns, "early", *timed),
     ]
-    late, ready, early = turns.take_turns(parts, 60, 60, None)
+    late, ready, early = turns.take_turns(parts, 60, 60, None, lambda rows: None)
     assert ready["ready"] <= late["from"]
     assert late["to"] <= early["from"]
 
@@ -47,7 +47,9 @@ def test_what_is_late_or_slow_or_broken_costs_its_own_rows_alone(turns, capfd, t
         part(turns, "broken", "raise SystemExit(3)"),
     ]
     started = time.perf_counter()
-    assert turns.take_turns(parts, 8, 2, None) == [{"n": 1}, {"n": 2}]
+    written: list[int] = []
+    assert turns.take_turns(parts, 8, 2, None, lambda rows: written.append(len(rows))) == [{"n": 1}, {"n": 2}]
+    assert written == [1, 1, 2, 2]  # after every turn
     assert time.perf_counter() - started < 60
     said = capfd.readouterr().out
     assert "good: by the way" in said
@@ -58,10 +60,10 @@ def test_what_is_late_or_slow_or_broken_costs_its_own_rows_alone(turns, capfd, t
 
 def test_nothing_is_timed_before_the_gate(turns, tmp_path):
     gate = tmp_path / "gate"
-    opener = part(turns, "opener", "time.sleep(0.5)", f"open({str(gate)!r}, 'w').write(str(time.time()))")
-    (row,) = turns.take_turns(
-        [part(turns, "x", "wait_for_turn()", "report({'at': time.time()})")], 60, 60, gate
-    )
+    opener = part(turns, "opener", "time.sleep(6)", f"open({str(gate)!r}, 'w').write(str(time.time()))")
+    timed = part(turns, "x", "wait_for_turn()", "report({'at': time.time()})")
+    # It opens after the time in which parts must be ready.
+    (row,) = turns.take_turns([timed], 5, 60, gate, lambda rows: None)
     assert opener.rows(60) == []
     assert row["at"] >= float(gate.read_text())
 
