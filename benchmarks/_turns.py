@@ -2,7 +2,8 @@
 while the others wait.
 
 A part prints READY once everything is compiled, waits for a line on stdin, and prints each of its results
-as a line `ROW {json}`; what else it prints is passed on.
+as a line `ROW {json}`; what else it prints is passed on. Where stdin ends instead, as when the process that
+started the parts has ended, the part ends too: those left behind would be timed at once, beside the next run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 
 def wait_for_turn() -> None:
     print("READY", flush=True)
-    sys.stdin.readline()
+    if not sys.stdin.readline():
+        raise SystemExit("no turn will come: stdin has ended")
 
 
 def report(row: dict[str, Any]) -> None:
@@ -64,7 +66,8 @@ class Part:
     def stop_unless(self, event: threading.Event) -> None:
         if not event.is_set():
             print(f"{self.name} was stopped", flush=True)
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.done.wait()
 
     def rows(self, seconds: float) -> list[dict[str, Any]]:
@@ -90,6 +93,20 @@ def get_ready(parts: list[Part], seconds: float, gate: Path | None) -> None:
         part.stop_unless(part.ready)
     while gate is not None and not gate.exists():
         time.sleep(0.05)
+
+
+def with_kept(
+    kept: list[dict[str, Any]], rows: list[dict[str, Any]], same: tuple[str, ...], measured: str
+) -> list[dict[str, Any]]:
+    """Kept rows and new ones, of which a new one counts where both have the values of `same`, unless it has
+    nothing under the name `measured` and the kept one has."""
+
+    def of(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in same)
+
+    good = {of(r) for r in kept if measured in r}
+    new = [r for r in rows if measured in r or of(r) not in good]
+    return [r for r in kept if of(r) not in {of(n) for n in new}] + new
 
 
 def take_turns(

@@ -17,18 +17,21 @@ the processes that time fla cannot see it.
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
+import io
 import json
 import os
 import subprocess
 import sys
+import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from _turns import Part, get_ready, report, wait_for_turn
+from _turns import Part, get_ready, report, wait_for_turn, with_kept
 from bench_scan_tiny import tune_quickly, version
 from torch import Tensor
 
@@ -424,12 +427,26 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def code() -> str:
-    """What identifies the kernels that were timed."""
+    """What identifies the kernels that were timed: their code, without comments and docstrings."""
     import prism.scan.triton
 
+    return code_of(Path(prism.scan.triton.__file__).parent)
+
+
+def code_of(folder: Path) -> str:
     digest = hashlib.sha256()
-    for file in sorted(Path(prism.scan.triton.__file__).parent.glob("*.py")):
-        digest.update(file.read_bytes())
+    for file in sorted(folder.glob("*.py")):
+        source = file.read_text()
+        lines = source.splitlines()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                lines[row - 1] = lines[row - 1][:column]
+        for node in ast.walk(ast.parse(source)):
+            # A docstring; not by ast.dump or ast.unparse, which differ between versions of Python.
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+        digest.update("\n".join(line.rstrip() for line in lines if line.strip()).encode())
     return digest.hexdigest()[:16]
 
 
@@ -495,10 +512,10 @@ def main() -> None:
                 failed = "no result within the time given"
                 rows.append({"kernel": part.name, "shape": shape, "L": L, "failed": failed})
                 done.add((part.name, shape, L))
-        rest_kept = [r for r in kept if (r["kernel"], r["shape"], r["L"]) not in done]
         # Written after every turn: what ends this process leaves what was measured.
-        args.out.write_text(json.dumps(document | {"rows": rest_kept + rows}, indent=1) + "\n")
-    rows = rest_kept + rows
+        merged = with_kept(kept, rows, ("kernel", "shape", "L"), "both")
+        args.out.write_text(json.dumps(document | {"rows": merged}, indent=1) + "\n")
+    rows = merged
     print(table(rows), *verdicts(rows), sep="\n")
     for row in rows:
         if "kernel_us" in row:

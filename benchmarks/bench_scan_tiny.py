@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _turns import Part, report, take_turns, wait_for_turn
+from _turns import Part, report, take_turns, wait_for_turn, with_kept
 from torch import Tensor
 
 T = 128
@@ -318,6 +318,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300, help="for all parts to compile")
     parser.add_argument("--shares", type=int, default=os.cpu_count(), help="processes that compile for fla")
     parser.add_argument("--wait-for", type=Path, help="time nothing before this file exists")
+    parser.add_argument("--keep", type=Path, help="earlier results, for what is not run now")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scan_tiny_h200.json"))
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
@@ -364,10 +365,17 @@ def main() -> None:
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
-    def write(rows: list[dict[str, Any]]) -> None:
-        args.out.write_text(json.dumps(document | {"rows": rows}, indent=1) + "\n")
+    kept = json.loads(args.keep.read_text())["rows"] if args.keep else []
 
-    rows = take_turns(parts, args.seconds, 30, args.wait_for, write)
+    def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return with_kept(kept, rows, ("kernel", "sequences", "D", "L"), "graph_us")
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        found = merged(rows)
+        own = sorted({r["kernel"] for r in found} - {r["kernel"] for r in rows}) if kept else []
+        args.out.write_text(json.dumps(document | {"kept": own, "rows": found}, indent=1) + "\n")
+
+    rows = merged(take_turns(parts, args.seconds, 30, args.wait_for, write))
     print(table(rows), *verdicts(rows), sep="\n")
 
 

@@ -91,6 +91,19 @@ def test_every_shape_of_a_part_has_a_name_that_says_it(bench):
         assert name == "x".join(map(str, shape))
 
 
+def test_the_code_that_was_timed_is_known_without_its_comments(bench, tmp_path):
+    def code(text: str) -> str:
+        (tmp_path / "a.py").write_text(text)
+        return bench.code_of(tmp_path)
+
+    bare = code('def f():\n    return "# no comment"\n')
+    assert (
+        code('"""About."""\n\ndef f():\n    """f.\n\n    More.\n    """\n    return "# no comment"  # one\n')
+        == bare
+    )
+    assert code('def f():\n    return "# a comment"\n') != bare
+
+
 def test_the_other_benchmark_gets_all_of_its_options(bench, monkeypatch):
     """Both know --peers and --out: none may be kept back, or peers would be left out without a word."""
     calls = []

@@ -58,6 +58,23 @@ def test_what_is_late_or_slow_or_broken_costs_its_own_rows_alone(turns, capfd, t
     assert all(each.process.poll() is not None for each in parts)
 
 
+def test_a_part_that_is_left_behind_ends(turns):
+    """Nobody tells it that its turn has come: its stdin ends."""
+    left = part(turns, "left", "wait_for_turn()", "report({'n': 1})")
+    left.ready.wait(60)
+    left.process.stdin.close()
+    assert left.done.wait(60)
+    assert left.process.returncode
+    assert left.lines == []
+
+
+def test_kept_rows_give_way_to_measured_ones(turns):
+    kept = [{"k": "a", "us": 1}, {"k": "b", "us": 2}, {"k": "c", "failed": "so"}]
+    new = [{"k": "a", "us": 3}, {"k": "b", "failed": "no"}, {"k": "c", "failed": "no"}, {"k": "d", "us": 4}]
+    assert turns.with_kept(kept, new, ("k",), "us") == [kept[1], new[0], new[2], new[3]]
+    assert turns.with_kept([], new, ("k",), "us") == new
+
+
 def test_nothing_is_timed_before_the_gate(turns, tmp_path):
     gate = tmp_path / "gate"
     opener = part(turns, "opener", "time.sleep(6)", f"open({str(gate)!r}, 'w').write(str(time.time()))")
