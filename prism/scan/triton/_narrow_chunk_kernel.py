@@ -8,15 +8,15 @@ and what goes by k and dR = dv, are rows of one tile of twice the height. With [
 a source (x, w), one row a token in x and w, and weights beta for the source (k, e), else 1, give
 
     by = (P w^T) N                                                  scores, decayed
-    [dq; dk] = [gamma_0 P S_0^T] + sum (by beta) x                   dq still without its scale
-    dx       = gamma_C w dS_C^T + by^T R                             of a source of weight 1
+    [dq; dk] = [gamma_0 P S_0] + sum (by beta) x                     dq still without its scale
+    dx       = gamma_C w dS_C + by^T R                               of a source of weight 1
     dbeta    = k . dx,   dk += beta dx                               of the source (k, e)
     crossing = sum (by beta) (R x^T) U                               U_it = 1 where source i is before token t
 
-gamma_0 and gamma_C being the decays from the chunk's start and to its end, and products of tiles of one
-shape elementwise. dlog_decay sums the rows s >= t of column t of `crossing`, what crosses from before t to
-t or later, where the last state counts as one more reader at s = C - 1; what comes from the first state is
-added.
+S_0 and dS_C being [V, K], gamma_0 and gamma_C the decays from the chunk's start and to its end, and products
+of tiles of one shape elementwise. dlog_decay sums the rows s >= t of column t of `crossing`, what crosses
+from before t to t or later, where the last state counts as one more reader at s = C - 1; what comes from the
+first state is added.
 
 TURNED forms dx transposed: its BK = 32 rows are enough for two warps, where C = 16 are not.
 """

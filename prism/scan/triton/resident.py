@@ -49,7 +49,8 @@ class _Walk(NamedTuple):
 
 @cache
 def _walk(K: int, V: int, L: int, *, few: bool, reverse: bool) -> _Walk:
-    """At most 32 numbers of the state to a lane, and a full warp. Fixed by what was measured on an H200.
+    """At most 32 numbers of the state to a lane, and a full warp. Fixed by what was measured on an H200 at
+    widths 16 and 32; wider walks follow their like.
 
     A walk of few narrow pairs waits for its own chain of reads and sums: half the keys to a lane shorten it,
     and make twice as many warps of them.
@@ -95,7 +96,8 @@ def _products(dtype: torch.dtype, BK: int, BV: int, writes: bool = False) -> _Pr
         return _Products(tl.bfloat16, "ieee", min(BV, 64 if warps > 1 else 32), warps, 0)
     if warps == 1:
         precision = "tf32" if dtype == torch.float16 else "split"
-        # Twice as many programs at a time are worth 288 bytes of spills a lane, not the 496 that writes make.
+        # Measured at K = V = 16, which `narrow_chunk_kernel` takes now: twice as many programs at a time were
+        # worth 288 bytes of spills a lane, not the 496 that writes make.
         return _Products(tl.float32, precision, 16, 1, 128 if BK == 16 and not writes else 0)
     return _Products(tl.float32, "tf32" if dtype == torch.float16 else "ieee", min(BV, 64), warps, 0)
 
