@@ -2,7 +2,8 @@
 
 Which variant runs depends on dtype, widths, L, the number of sequences and whether anything needs a mask:
 `test_which_variant_runs` says which. Inputs are rounded to the dtype under test before the reference sees
-them, and new memory is filled with NaN, so that an element that no kernel wrote shows.
+them, and new memory is filled with NaN, so that an element that no kernel wrote shows. In the interpreter
+no kernel gets past the ends of its tensors (`fence`): what it read there and did not use would show nowhere.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
 from prism.scan.triton import _launch, resident  # noqa: E402
 from prism.scan.triton._chunk_kernel import chunk_kernel  # noqa: E402
 from prism.scan.triton._narrow_chunk_kernel import narrow_chunk_kernel  # noqa: E402
@@ -46,20 +49,71 @@ def many(monkeypatch):
     monkeypatch.setattr(resident, "FEW_PAIRS", 1)
 
 
+@pytest.fixture(autouse=True)
+def fence(request, monkeypatch):
+    """An interpreted kernel fails that reads or writes, unmasked, outside of the tensors given to it."""
+    if not INTERPRETED or request.node.get_closest_marker("interpreter") is None:
+        return
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    load, store = builder.create_masked_load, builder.create_masked_store
+    given: set[tuple[int, int]] = set()
+
+    def launch(kernel, grid, key, arguments, constants, options):
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+        assert all(x.is_contiguous() for x in tensors)
+        given.clear()
+        given.update((x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors)
+        _launch.launch(kernel, grid, key, arguments, constants, options)
+
+    def check_addresses(pointers, mask):
+        first = pointers.data[mask.data.astype(bool)]
+        end = first + pointers.get_element_ty().primitive_bitwidth // 8
+        inside = sum((start <= first) & (end <= stop) for start, stop in given) > 0
+        if not inside.all():
+            raise IndexError("outside of the tensors given")
+
+    def create_masked_load(pointers, mask, *others):
+        check_addresses(pointers, mask)
+        return load(pointers, mask, *others)
+
+    def create_masked_store(pointers, x, mask, *others):
+        check_addresses(pointers, mask)
+        return store(pointers, x, mask, *others)
+
+    monkeypatch.setattr(resident, "launch", launch)
+    monkeypatch.setattr(builder, "create_masked_load", create_masked_load)
+    monkeypatch.setattr(builder, "create_masked_store", create_masked_store)
+
+
+@triton.jit
+def copy_kernel(x, y, n, m):
+    tl.store(y + m, tl.load(x + n))
+
+
+@pytest.mark.interpreter
+def test_the_fence_holds():
+    x, y = torch.zeros(2, 4)
+    resident.launch(copy_kernel, (1, 1), None, (x, y, 3, 3), {}, {})
+    for n, m in ((-1, 0), (0, 4)):
+        with pytest.raises(triton.runtime.errors.InterpreterError, match="outside of the tensors given"):
+            resident.launch(copy_kernel, (1, 1), None, (x[1:], y, n, m), {}, {})
+
+
 NEEDS_NO_MASK = [(16, 16, 0), (16, 16, 2), (32, 32, 0), (32, 32, 2), (16, 32, 0), (32, 16, 2)]
 NEEDS_MASKS = [(3, 2, 0), (2, 9, 2), (12, 20, 0), (20, 12, 2), (16, 16, 1)]
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("K", "V", "L"), NEEDS_NO_MASK)
-@pytest.mark.parametrize("T", [32, 19])
+@pytest.mark.parametrize("T", [16, 48, 19])
 def test_few_sequences(T, K, V, L, scan_cases):
     check(scan_cases, scan_cases.make(1, T, 1, 2, K, V, L))
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("K", "V", "L"), NEEDS_NO_MASK)
-@pytest.mark.parametrize("T", [32, 19])
+@pytest.mark.parametrize("T", [16, 48, 19])
 def test_many_sequences(T, K, V, L, scan_cases, many):
     check(scan_cases, scan_cases.make(1, T, 1, 2, K, V, L))
 
@@ -79,11 +133,12 @@ def test_pairs_that_do_not_fill_the_last_warp(L, scan_cases, many):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("T", [22, 32])  # with 32 nothing but the packing asks for masks
 @pytest.mark.parametrize(("K", "L"), [(16, 0), (16, 2), (32, 2)])
-def test_packed_sequences(K, L, scan_cases, monkeypatch):
+def test_packed_sequences(K, L, T, scan_cases, monkeypatch):
     for few in (1024, 1):
         monkeypatch.setattr(resident, "FEW_PAIRS", few)
-        check(scan_cases, scan_cases.make(1, 22, 1, 2, K, K, L, offsets=[0, 3, 3, 22]))
+        check(scan_cases, scan_cases.make(1, T, 1, 2, K, K, L, offsets=[0, 3, 3, T]))
 
 
 @pytest.mark.interpreter
@@ -129,7 +184,7 @@ def test_packed_sequences_on_a_gpu(K, V, L, N, dtype, scan_cases):
 # What is launched -------------------------------------------------------------------------------------------
 
 
-def launches(monkeypatch, B, T, K, V, L, *, HV=1, dtype=torch.float32, packed=False, state=False):
+def launches(monkeypatch, B, T, K, V, L, *, H=1, HV=1, dtype=torch.float32, packed=False, state=False):
     """Kernel, key, constants, options and arguments of what a forward and a backward pass would launch."""
     found: list[tuple[Any, ...]] = []
 
@@ -142,7 +197,7 @@ def launches(monkeypatch, B, T, K, V, L, *, HV=1, dtype=torch.float32, packed=Fa
     b = 1 if packed else B
     q, v, gate = (
         torch.empty(b, T, *shape, dtype=kind, device="meta")
-        for shape, kind in (((1, K), dtype), ((HV, V), dtype), ((HV,), torch.float32))
+        for shape, kind in (((H, K), dtype), ((HV, V), dtype), ((HV,), torch.float32))
     )
     write_k, write_v = (
         torch.empty(b, T, HV, L, width, dtype=dtype, device="meta") if L else None for width in (K, V)
@@ -200,18 +255,26 @@ def test_which_chunk_kernel_runs(dtype, K, V, L, narrow, monkeypatch):
     assert kernel is (narrow_chunk_kernel if narrow else chunk_kernel)
 
 
+@compiled
 def test_keys_tell_programs_apart(monkeypatch):
     programs: dict[Any, set[Any]] = {}
-    shapes = itertools.product((2, 3, 2048, 2049), (16, 17), (12, 16, 32, 64), (16, 32), (0, 1, 2), (1, 2))
-    for B, T, K, V, L, HV in shapes:
+    shapes = itertools.product((2, 3, 2048, 2049), (16, 17), (12, 16, 32, 64), (16, 32), (0, 1, 2))
+    heads = ((1, 1), (1, 2), (2, 2), (1, 16), (16, 16))
+    for (B, T, K, V, L), (H, HV) in itertools.product(shapes, heads):
         for dtype in (torch.float32, torch.bfloat16) if L != 1 and HV == 1 else (torch.float32,):
             for packed, state in itertools.product((False, True), repeat=2) if B < 4 else ((False, False),):
-                given = {"HV": HV, "dtype": dtype, "packed": packed, "state": state}
+                given = {"H": H, "HV": HV, "dtype": dtype, "packed": packed, "state": state}
                 for kernel, key, constants, options, arguments in launches(
                     monkeypatch, B, T, K, V, L, **given
                 ):
                     types = tuple(x.dtype if isinstance(x, torch.Tensor) else None for x in arguments)
-                    program = (*constants.items(), *options.items(), types)
+                    parameters = kernel.params[: len(arguments)]
+                    integers = tuple(
+                        x
+                        for x, parameter in zip(arguments, parameters, strict=True)
+                        if isinstance(x, int) and not parameter.do_not_specialize
+                    )
+                    program = (*constants.items(), *options.items(), types, integers)
                     programs.setdefault((kernel, key), set()).add(program)
     assert len({kernel for kernel, _ in programs}) == 4
     assert all(len(found) == 1 for found in programs.values())
@@ -262,8 +325,8 @@ def test_a_repeated_launch_hands_over_what_triton_would(monkeypatch, L, packed, 
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
 
-    def launched(B, T):
-        x = scan_cases.make(B, T, 1, 2, 16, 16, L, offsets=[0, 0, T] if packed else None)
+    def launched(B, T, H=1, HV=2):
+        x = scan_cases.make(B, T, H, HV, 16, 16, L, offsets=[0, 0, T] if packed else None)
         x = scan_cases.cast(x, torch.float32)
         inputs = [x[name] for name in ("q", "k", "v", "log_decay", "beta", "write_k", "write_v")]
         inputs += [0.25, x["initial_state"], x["cu_seqlens"]]
@@ -275,10 +338,11 @@ def test_a_repeated_launch_hands_over_what_triton_would(monkeypatch, L, packed, 
 
     monkeypatch.setattr(_launch, "_compiled", {})
     launched(1, 16)  # fills the cache
-    for B, T in ((1, 16), (3, 1), (600, 16), (16, 33), (512, 16)):  # two value heads: 600 are many
-        again = launched(B, T)
+    # Two value heads: 600 sequences are many.
+    for shape in ((1, 16), (1, 16, 1, 1), (3, 1), (600, 16), (16, 33), (512, 16)):
+        again = launched(*shape)
         monkeypatch.setattr(_launch, "_compiled", {})
-        assert again == launched(B, T)  # the same functions, grids and arguments
+        assert again == launched(*shape)  # the same functions, grids and arguments
         last = "chunk_kernel" if L else "narrow_chunk_kernel"
         assert [call[0] for call in again] == ["forward_kernel", "reverse_kernel", last]
 
