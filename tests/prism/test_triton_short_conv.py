@@ -113,7 +113,7 @@ def test_further_channels_pass_through_with_their_gradient(device, dtype):
 @pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[2:3])
 @pytest.mark.parametrize("T", [5, 70])
 def test_what_stands_for_a_result_adds_its_gradient(T, device, dtype):
-    x, weight = make(2, T, GDN[0], GDN[1], 4, dtype, device, extra=3)
+    x, weight = make(2 if T == 5 else 1, T, GDN[0], GDN[1], 4, dtype, device, extra=3)
     q, k, v, rest, q_again, minus_v = short_conv(x, weight, *GDN, again=(1, 0, -1))
     assert (q_again.shape, minus_v.shape) == (q.shape, v.shape)
     g = torch.Generator().manual_seed(1)
