@@ -15,6 +15,7 @@ from prism.anchor import causal_conv
 from prism.refinement import l2_norm
 
 pytest.importorskip("triton")
+from prism.scan.triton import short_conv as module
 from prism.scan.triton.short_conv import short_conv
 
 pytestmark = [
@@ -45,6 +46,18 @@ CASES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _short_programs(request, monkeypatch):
+    """The interpreter takes seconds for a hundred tokens: a quarter of them, in programs of a quarter."""
+    if request.node.get_closest_marker("interpreter"):
+        for name in ("LENGTH", "GRAD_LENGTH"):
+            monkeypatch.setattr(module, name, getattr(module, name) // 4)
+
+
+def tokens(T, device):
+    return T if T < 64 or device == "cuda" else -(-T // 4)
+
+
 def reference(x, weight, heads, widths, unit, silu):
     y, _ = causal_conv(x, weight)
     y = F.silu(y) if silu else y
@@ -56,7 +69,7 @@ def reference(x, weight, heads, widths, unit, silu):
 def make(B, T, heads, widths, W, dtype, device="cpu", extra=0, seed=0):
     """x (a view of rows that are `extra` longer) and weight, rounded to dtype."""
     g = torch.Generator().manual_seed(seed)
-    C = sum(h * d for h, d in zip(heads, widths, strict=True))
+    C, T = sum(h * d for h, d in zip(heads, widths, strict=True)), tokens(T, device)
     x = torch.randn(B, T, C + extra, generator=g).to(device, dtype)
     weight = (0.5 * torch.randn(C, W, generator=g)).to(device)
     return x.requires_grad_(), weight.requires_grad_()

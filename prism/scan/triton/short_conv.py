@@ -18,11 +18,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from prism.scan.triton._launch import evenly, launch
-from prism.scan.triton._short_conv_kernels import short_conv_grad_kernel, short_conv_kernel
+from prism.scan.triton._short_conv_kernels import (
+    short_conv_grad_kernel,
+    short_conv_kernel,
+    weight_grad_kernel,
+)
 
 CONTIGUOUS = torch.contiguous_format
-LENGTH, STEP = 64, 4
-"""Tokens of a program, fewer where sequences are shorter, and how many of them it loads at a time."""
+LENGTH, GRAD_LENGTH, STEP = 32, 64, 4
+"""Tokens of a program forward and backward, fewer where sequences are shorter, and how many of them it loads
+at a time. Backward walks W - 1 tokens too far, and writes a row of sums."""
 
 
 def short_conv(
@@ -78,15 +83,15 @@ def _stand_ins(x: Tensor, made: Sequence[Tensor], again: Sequence[int]) -> list[
     return [x.new_empty(1).expand(out.shape) for out, sign in zip(made, again, strict=True) if sign]
 
 
-def _length(T: int) -> int:
-    return max(STEP, min(LENGTH, STEP * triton.cdiv(T, STEP)))
+def _length(T: int, most: int) -> int:
+    return max(STEP, min(most, STEP * triton.cdiv(T, STEP)))
 
 
 def _launch(kernel: Any, arguments: tuple[Any, ...], heads: int, width: int, constants: dict) -> None:
     B, T, _ = arguments[0].shape
     constants = {"HEADS": heads, "D": width, **constants}
     key = (*(a.dtype for a in arguments if isinstance(a, Tensor)), *constants.values())
-    grid = (B * triton.cdiv(T, _length(T)), heads)
+    grid = (B * triton.cdiv(T, constants["LENGTH"]), heads)
     launch(kernel, grid, key, (*arguments, T), constants, {"num_warps": 1})
 
 
@@ -104,7 +109,7 @@ def _short_conv(
     for h, d, norm in zip(heads, widths, unit, strict=True):
         out = x.new_empty(*x.shape[:2], h, d)
         groups, width = _groups(h, d, norm)
-        constants = {"W": weight.shape[1], "x_row": x.stride(1), "LENGTH": _length(T), "STEP": STEP}
+        constants = {"W": weight.shape[1], "x_row": x.stride(1), "LENGTH": _length(T, LENGTH), "STEP": STEP}
         constants |= {"BD": triton.next_power_of_2(width), "SILU": silu, "UNIT": norm}
         _launch(short_conv_kernel, (x[..., first:], weight[first:], out), groups, width, constants)
         made.append(out)
@@ -129,7 +134,9 @@ def _short_conv_backward(
     if rows > C:
         *grads, d_rest = grads
         d_x[..., C:] = d_rest
-    d_weight = weight.new_empty(B * triton.cdiv(T, _length(T)), W, C, dtype=torch.float32)
+    length = _length(T, GRAD_LENGTH)
+    programs = B * triton.cdiv(T, length)
+    parts = weight.new_empty(programs, W, C, dtype=torch.float32)
     for grad, other, norm, sign in zip(grads, more, unit, again, strict=True):
         h, d = grad.shape[2:]
         groups, width = _groups(h, d, norm)
@@ -138,17 +145,21 @@ def _short_conv_backward(
             "x_row": x.stride(1),
             "d_row": rows,
             "w_row": C,
-            "LENGTH": _length(T),
+            "LENGTH": length,
             "STEP": STEP,
         }
         constants |= {"BD": triton.next_power_of_2(width), "SILU": silu, "UNIT": norm}
         constants["SIGN"] = 0 if other is None else sign
         grad = grad.contiguous()
         given = x[..., first:], weight[first:], grad, grad if other is None else other.contiguous()
-        arguments = (*given, d_x[..., first:], d_weight[..., first:])
+        arguments = (*given, d_x[..., first:], parts[..., first:])
         _launch(short_conv_grad_kernel, arguments, groups, width, constants)
         first += h * d
-    return d_x, d_weight.sum(0).t().contiguous().to(weight.dtype)
+    d_weight = torch.empty_like(weight)
+    constants = {"C": C, "W": W, "ROWS": 64, "BLOCK": 32}
+    grid, key = (triton.cdiv(C, 32), W), (weight.dtype, *constants.values())
+    launch(weight_grad_kernel, grid, key, (parts, d_weight, programs), constants, {"num_warps": 4})
+    return d_x, d_weight
 
 
 @_short_conv.register_fake
