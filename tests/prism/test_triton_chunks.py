@@ -14,6 +14,12 @@ from prism.scan.triton._chunkwise_forward import prepare_kernel
 needs_interpreter = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before triton is imported"
 )
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.interpreter),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+# Triton 3.6's interpreter turns arrays into loop bounds in a way that numpy warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 
 
 @pytest.mark.interpreter
@@ -66,12 +72,15 @@ def test_segments_fill_a_gpu_and_no_more(tokens, sequences, HV, V, length):
     "offsets", [[0, 0, 5, 38, 38, 39, 200], [0, 200], [0, 64, 128, 192, 200], [0, 1, 200]]
 )
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_segments_cover_every_sequence_once(offsets, chunks):
+@pytest.mark.parametrize("device", DEVICES)
+def test_segments_cover_every_sequence_once(offsets, chunks, device, kernels):
     C, T, N = 16, offsets[-1], len(offsets) - 1
-    where = chunkwise.layout(1, T, C, torch.tensor(offsets))
+    where = chunkwise.layout(1, T, C, torch.tensor(offsets, device=device))
     launched = _segments.number(T, N, chunks * C, packed=True)
-    found = _segments.cut(where.offsets, where.chunk_start, launched, chunks, C)
+    found = chunkwise._cut(where, T, C, chunks, launched, torch.device(device))
+    assert found.first[0] == 0
     assert found.first[-1] <= launched
+    assert torch.equal(found.last, found.first[1:] - 1)
     for n in range(N):
         mine = range(int(found.first[n]), int(found.first[n + 1]))
         assert len(mine) >= 1
@@ -84,3 +93,18 @@ def test_segments_cover_every_sequence_once(offsets, chunks):
         ]
         assert all(int(found.owner[m]) == n for m in mine)
     assert (found.offsets[int(found.first[-1]) :] == T).all()
+
+
+@pytest.mark.parametrize(("B", "T"), [(1, 200), (3, 37), (2, 96), (4, 16)])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("device", DEVICES)
+def test_segments_of_rows_are_those_of_packed_sequences(B, T, chunks, device, kernels):
+    C, where = 16, chunkwise.layout(B, T, 16, None)
+    launched = _segments.number(T, B, chunks * C, packed=False)
+    found = chunkwise._cut(where, T, C, chunks, launched, torch.device(device))
+    packed = chunkwise.layout(1, B * T, C, T * torch.arange(B + 1, device=device))
+    want = chunkwise._cut(packed, B * T, C, chunks, launched, torch.device(device))
+    assert int(found.first[-1]) == launched
+    for name in ("offsets", "owner", "first", "last"):
+        assert torch.equal(getattr(found, name), getattr(want, name)), name
+    assert torch.equal(found.chunk_start[:-1], want.chunk_start[:-1])

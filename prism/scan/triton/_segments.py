@@ -13,22 +13,21 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from prism.scan.triton._chunks import load_column, load_rows, state_offsets
+from prism.scan.triton._chunks import load_column, load_rows, sequence_tokens, state_offsets
 
 
 class Segments(NamedTuple):
-    """Tables on the device; segments beyond those that exist hold no token and end the table."""
+    """Tables on the device, int64; segments beyond those that exist hold no token and end the table."""
 
-    number: int  # launched
-    offsets: Tensor  # [number + 1] int64, first token of each segment
-    chunk_start: Tensor  # [number + 1] int64, first chunk of each segment
-    owner: Tensor  # [number] int64, its sequence
-    first: Tensor  # [sequences + 1] int64, first segment of each sequence
+    offsets: Tensor  # [launched + 1], first token of each segment
+    chunk_start: Tensor  # [launched + 1], first chunk of each segment
+    owner: Tensor  # [launched], its sequence
+    first: Tensor  # [sequences + 1], first segment of each sequence
+    last: Tensor  # [sequences], its last
 
 
 def number(tokens: int, sequences: int, length: int, packed: bool) -> int:
@@ -37,18 +36,36 @@ def number(tokens: int, sequences: int, length: int, packed: bool) -> int:
     return full + sequences if packed else full * sequences
 
 
-def cut(offsets: Tensor, chunk_start: Tensor, launched: int, chunks: int, C: int) -> Segments:
-    """Segments of `chunks` chunks of C tokens; one without tokens for a sequence that has none."""
-    length = chunks * C
-    counts = ((offsets.diff() + (length - 1)) // length).clamp_(min=1)
-    first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    segment = torch.arange(launched, device=offsets.device)
-    owner = torch.searchsorted(first[1:], segment, right=True).clamp_(max=offsets.shape[0] - 2)
-    inside = segment - first[owner]
-    start = torch.minimum(offsets[owner] + inside * length, offsets[owner + 1])
-    start = torch.cat([start, offsets[-1:]])
-    chunk = torch.nn.functional.pad(chunk_start[owner] + inside * chunks, (0, 1))
-    return Segments(launched, start, chunk, owner, first)
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "sequences", "launched", "chunks"])
+def cut_kernel(
+    offsets, chunk_start, begins, first_chunks, owner, first, last, T, chunks_per_row, sequences, launched,
+    chunks,
+    C: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The tables of `Segments`, for segments of `chunks` chunks of C tokens; one without tokens for a
+    sequence that has none. One program."""
+    segment = tl.arange(0, BLOCK)
+    begin = tl.zeros((BLOCK,), tl.int64)
+    chunk = tl.zeros((BLOCK,), tl.int64)
+    number_of = tl.zeros((BLOCK,), tl.int64)
+    before = tl.zeros((), tl.int64)
+    for n in range(sequences):
+        own = tl.full((), n, tl.int64)
+        start, stop, start_chunk = sequence_tokens(own, offsets, chunk_start, T, chunks_per_row, PACKED)
+        count = tl.maximum(tl.cdiv(stop - start, chunks * C), 1)
+        tl.store(first + n, before)
+        tl.store(last + n, before + count - 1)
+        # What is behind the last segment of all is overwritten by the next sequence, or ends the table.
+        inside = segment - before
+        here = inside >= 0
+        begin = tl.where(here, tl.minimum(start + inside * (chunks * C), stop), begin)
+        chunk = tl.where(here, start_chunk + inside * chunks, chunk)
+        number_of = tl.where(here, n, number_of)
+        before += count
+    tl.store(first + sequences, before)
+    tl.store(begins + segment, begin, mask=segment <= launched)
+    tl.store(first_chunks + segment, chunk, mask=segment <= launched)
+    tl.store(owner + segment, number_of, mask=segment < launched)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from prism.scan.triton._launch import launch
 from prism.scan.triton._segments import (
     Segments,
     combine_kernel,
-    cut,
+    cut_kernel,
     number,
     segment_kernel,
     segment_reverse_kernel,
@@ -72,6 +72,8 @@ class Tuning(NamedTuple):
     segment_chunks: int = -1  # chunks of a segment; 0: the pass has one level; -1: `segment_chunks` decides
 
 
+TABLES = Launch(1, 1, 0)
+"""Of the one program that makes the tables of two levels, whatever the dtype."""
 FEW_PROGRAMS = 64
 """Sequences x value heads x 64-column slices up to which a pass has slices of 32 columns and three stages."""
 
@@ -187,11 +189,13 @@ def _tuned(q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | No
 
 
 def _cut(where: Layout, T: int, C: int, chunks: int, launched: int, device: torch.device) -> Segments:
-    offsets, start = where.offsets, where.chunk_start
-    if offsets is None or start is None:
-        row = torch.arange(where.sequences + 1, device=device)
-        offsets, start = row * T, row * where.chunks_per_row
-    return cut(offsets, start, launched, chunks, C)
+    N = where.sequences
+    sizes = (launched + 1, launched + 1, launched, N + 1, N)
+    made = Segments._make(torch.empty(size, dtype=torch.int64, device=device) for size in sizes)
+    arguments = (where.offsets, where.chunk_start, *made, T, where.chunks_per_row, N, launched, chunks)
+    packed = where.offsets is not None
+    _run(cut_kernel, 1, TABLES, arguments, C=C, PACKED=packed, BLOCK=_padded(launched + 1))
+    return made
 
 
 def _padded(width: int) -> int:
@@ -348,7 +352,7 @@ def forward(
         )  # fmt: skip
         _combine(transitions[0], parts, initial_state, start, pieces, tuned, dot, reverse=False)
         sequences, offsets, chunk_start = launched, pieces.offsets, pieces.chunk_start
-        last = pieces.first[1:] - 1
+        last = pieces.last
     at = tuned.scan
     final = q.new_empty(sequences, HV, K, V, dtype=torch.float32)
     _run(
