@@ -242,18 +242,25 @@ class PrismMixer(nn.Module):
             k = points.fire("k", k) if k is not None else None
             beta = points.fire("beta", beta) if beta is not None else None
         state = before.state if before else None
-        refined = None
-        if self.refine is not None:
-            whole = points.active or _hooked(self.anchor, self.refine)  # hooks see whole gradients
-            others = (None, None) if whole else (minus_u, v_again)
-            refined = self._refine(u, k, v, log_decay, beta, state, fused, others)
-        scan_k, scan_v, scan_beta, write_k, write_v = self._assemble(k, v, beta, refined)
-        if points.active and config.erase == "step":
-            scan_k = points.fire("k", scan_k) if k is None else scan_k
-            scan_beta = points.fire("beta", scan_beta)
-        if scan_k.shape[2] != q.shape[2]:
-            q = q.repeat_interleave(scan_k.shape[2] // q.shape[2], 2)
-        o, state = self._scan(q, scan_k, scan_v, log_decay, scan_beta, write_k, write_v, state, use_cache)
+        whole = points.active or _hooked(self.anchor, self.refine)  # hooks see whole gradients
+        others = (None, None) if whole else (minus_u, v_again)
+        if fused and not whole and self._scans_in_one(q, v):
+            assert self.refine is not None
+            assert u is not None
+            assert k is not None
+            assert beta is not None
+            o, state = self.refine.scan_in_one(u, q, k, v, log_decay, beta, state, *others)
+        else:
+            refined = None
+            if self.refine is not None:
+                refined = self._refine(u, k, v, log_decay, beta, state, fused, others)
+            scan_k, scan_v, scan_beta, write_k, write_v = self._assemble(k, v, beta, refined)
+            if points.active and config.erase == "step":
+                scan_k = points.fire("k", scan_k) if k is None else scan_k
+                scan_beta = points.fire("beta", scan_beta)
+            if scan_k.shape[2] != q.shape[2]:
+                q = q.repeat_interleave(scan_k.shape[2] // q.shape[2], 2)
+            o, state = self._scan(q, scan_k, scan_v, log_decay, scan_beta, write_k, write_v, state, use_cache)
         if points.active:
             o = points.fire("out", o)
         o = F.rms_norm(o.to(self.norm.dtype), o.shape[-1:], self.norm, config.norm_eps)
@@ -268,6 +275,18 @@ class PrismMixer(nn.Module):
     def _fuses(self, x: Tensor) -> bool:
         """Whether kernels stand in for formulas: in half precision, where the scan is a kernel too."""
         return x.is_cuda and working_dtype(x) in HALF and self.backend(x) == "triton"
+
+    def _scans_in_one(self, q: Tensor, v: Tensor) -> bool:
+        """Whether refinement and scan run as one operator: where the scan takes k, v, beta and the writes as
+        they are, and its kernels work on chunks."""
+        config, refine = self.config, self.refine
+        if refine is None or config.erase in ("none", "step") or not config.base_write:
+            return False
+        if config.anchor == "state" or not refine.in_one_kernel():
+            return False
+        from prism.scan.triton.refined_scan import takes
+
+        return takes(q, v)
 
     def _project(self, source: Tensor, conv_tail: Tensor | None, fused: bool = False) -> _Projections:
         config = self.config

@@ -160,7 +160,7 @@ class Refinement(nn.Module):
             gates = gates + self.gate_bias
         return kappa, gain, squash(gates, config.step_gate)
 
-    def _in_one_kernel(self) -> bool:
+    def in_one_kernel(self) -> bool:
         """Whether `prism.scan.triton.refine` has this configuration; others take the chain alone."""
         config = self.config
         plain = (config.refine_keys, config.gain, config.step_gate) == ("own", "learned", "sigmoid")
@@ -190,9 +190,8 @@ class Refinement(nn.Module):
         config, L = self.config, self.config.n_refine
         pins = pins or {}
         u = _pin(pins, "anchor", u)
-        anchored = config.residual_start == "value-anchor" and config.anchor != "none"
-        subtract = config.residual == "subtract"
-        if fused and not pins and self._in_one_kernel():
+        anchored, subtract = self._anchored(), config.residual == "subtract"
+        if fused and not pins and self.in_one_kernel():
             from prism.scan.triton.refine import refine
 
             rows, given = padded_linear(u.flatten(-2), self.proj), (L, config.key_dim, config.activation)
@@ -221,6 +220,30 @@ class Refinement(nn.Module):
         write_v = _pin(pins, "write_v", gate.unsqueeze(-1) * torch.stack(deltas, 3))
         kappa = _pin(pins, "write_k", kappa)
         return Refined(u, gain, gate, tuple(residuals), tuple(deltas), kappa, write_v)
+
+    def scan_in_one(
+        self,
+        u: Float[Tensor, "B T HV V"],
+        q: Float[Tensor, "B T H K"],
+        k: Float[Tensor, "B T H K"],
+        v: Float[Tensor, "B T HV V"],
+        log_decay: Float[Tensor, "B T HV"],
+        beta: Float[Tensor, "B T HV"],
+        state: Float[Tensor, "B HV K V"] | None,
+        minus_u: Float[Tensor, "B T HV V"] | None,
+        v_again: Float[Tensor, "B T HV V"] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """o and the final state, where `in_one_kernel`: chain and scan as one operator, which keeps the
+        writes too to itself."""
+        from prism.scan.triton.refined_scan import refined_scan
+
+        config, rows = self.config, padded_linear(u.flatten(-2), self.proj)
+        options = config.n_refine, config.activation, config.residual == "subtract", config.refine_key_norm
+        given = rows, u if self._anchored() else None, *options, minus_u, v_again
+        return refined_scan(q, k, v, log_decay, beta, *given, scale=config.scale, initial_state=state)
+
+    def _anchored(self) -> bool:
+        return self.config.residual_start == "value-anchor" and self.config.anchor != "none"
 
 
 Factors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]

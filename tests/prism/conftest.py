@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from prism.refinement import ACTIVATIONS, l2_norm
 from prism.scan import prism_scan
 
 FLOATING = ("q", "k", "v", "log_decay", "beta", "write_k", "write_v", "initial_state")
@@ -81,6 +82,26 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: flo
 @pytest.fixture(scope="session")
 def scan_cases() -> SimpleNamespace:
     return SimpleNamespace(make=make, cast=cast, results=results, error=error, assert_close=assert_close)
+
+
+def reference(rows, u, v, L, K, activation, subtract, unit):
+    """write_k and write_v as `prism.refinement` has them."""
+    HV, V = v.shape[2:]
+    keys, gains, gates, _ = rows.split(
+        [HV * L * K, HV * L * V, HV * L, rows.shape[-1] - HV * L * (K + V + 1)], -1
+    )
+    keys, gains = (x.unflatten(-1, (HV, L, -1)) for x in (keys, gains))
+    r, writes = v if u is None else v - u, []
+    for l in range(L):
+        delta = ACTIVATIONS[activation](gains[..., l, :] * r)
+        writes.append(gates.sigmoid().unflatten(-1, (HV, L))[..., l, None] * delta)
+        r = r - delta if subtract else r
+    return l2_norm(keys) if unit else keys, torch.stack(writes, 3)
+
+
+@pytest.fixture(scope="session")
+def refine_reference():
+    return reference
 
 
 @pytest.fixture

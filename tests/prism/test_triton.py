@@ -363,7 +363,7 @@ def test_a_gpu_with_little_shared_memory_takes_resident(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for size, expected in ((101_376, resident), (166_912, resident), (232_448, chunkwise)):
         monkeypatch.setattr(_operator, "_shared_memory", lambda device, size=size: size)
-        assert _operator._choose(q, q, None, None) is expected
+        assert _operator.choose_for(q, q, None, None) is expected
 
 
 @pytest.mark.gpu

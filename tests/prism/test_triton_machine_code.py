@@ -42,10 +42,10 @@ FLOAT32 = {
         "rest",
     ),
     *("scratch", "gate_grad", "beta_grad", "write_gate_grad", "reads", "kept"),
-    *("transitions", "parts", "given", "out"),
+    *("transitions", "parts", "given", "out", "norms"),
 }
 OFFSETS = {"spans", "offsets", "chunk_start", "owner", "segments"}
-COUNTS = {"T", "chunks_per_row", "H", "HV", "L", "slices"}
+COUNTS = {"T", "chunks_per_row", "H", "HV", "L", "slices", "row"}
 SHARED = {"queries_grad": {"dq"}, "keys_grad": {"dk"}}
 """What is float32 too where value heads share a key head, and in the dtype of q elsewhere."""
 BATCHES = tuple(itertools.product((False, True), repeat=2))
@@ -69,17 +69,19 @@ def programs(
         return {"V": V, "BV": getattr(tuned, name).v_block}
 
     table = {} if packed else {"spans": None}
+    # Where the keys of the writes are: dense, or in rows, as `refined_scan` has them, which packs nothing.
+    places = [{"row": None}] if packed or not writes else [{"row": None}, {}]
     tables = {} if packed else {"offsets": None, "chunk_start": None}
     no_writes = {} if writes else {"write_k": None, "by_writes": None}
     yield "prepare", forward.prepare_kernel, {**base, **table, "WIDE": False}
     if writes:
-        yield "writes", forward.writes_kernel, {**base, **slices("writes"), **table, "WIDE": False}
-        yield "output", forward.output_kernel, {**base, **slices("output"), **table, "WIDE": False}
-        yield (
-            "writes_grad",
-            backward.writes_grad_kernel,
-            {**base, **slices("writes_grad"), **table, "WIDE": False},
-        )
+        for place in places:
+            wide = {**base, **table, **place, "WIDE": False}
+            yield "writes", forward.writes_kernel, {**wide, **slices("writes")}
+            yield "output", forward.output_kernel, {**wide, **slices("output")}
+            for norms in ({"norms": None}, {})[: 1 if place else 2]:
+                constants = {**wide, **slices("writes_grad"), **norms}
+                yield "writes_grad", backward.writes_grad_kernel, constants
     stages = tuned.scan.stages if writes else None
     unused = {"q": None, "scores": None, "o": None} if writes else {"write_state": None}
     unused.update({} if states else {"initial": None})
@@ -106,17 +108,11 @@ def programs(
         backward.scores_grad_kernel,
         {**base, **slices("scores_grad"), **table, "WIDE": False},
     )
-    yield (
-        "queries_grad",
-        backward.queries_grad_kernel,
-        {**base, **slices("queries_grad"), **table, **no_writes, "WRITES": writes},
-    )
     unused = {**no_writes, **({} if writes else {"write_gate_grad": None})}
-    yield (
-        "keys_grad",
-        backward.keys_grad_kernel,
-        {**base, **slices("keys_grad"), **table, **unused, "WRITES": writes},
-    )
+    for place in places:
+        ends = {**base, **table, **place, "WRITES": writes}
+        yield "queries_grad", backward.queries_grad_kernel, {**ends, **slices("queries_grad"), **no_writes}
+        yield "keys_grad", backward.keys_grad_kernel, {**ends, **slices("keys_grad"), **unused}
     if packed:
         at = {"K": K, "V": V, "C": tuned.chunk, "BK": K, "BV": tuned.segment.v_block, "DOT": "tf32x3"}
         unused = {**({} if writes else {"write_state": None}), **({} if states else {"initial": None})}
@@ -219,13 +215,17 @@ def test_every_program_that_is_launched_is_in_the_list(monkeypatch):
             for name, kernel, constants in programs(tuned, K, V, writes, *batch, states):
                 for shared in (set(), SHARED[name]) if name in SHARED else (set(),):
                     listed.add(of(kernel, getattr(tuned, name).options, constants, shared))
-    assert len(listed) == 430
+    assert len(listed) == 494
 
     launches: list[Any] = []
 
     def launch(kernel, grid, key, arguments, constants, options):
         assert kernel.arg_names[len(arguments) :] == list(constants)
-        launches.append((kernel, (*arguments, *constants.values()), options, key))
+        if kernel is segments.cut_kernel:  # of whole numbers alone, which are read here
+            for table in arguments[2:7]:
+                table.zero_()
+        else:
+            launches.append((kernel, (*arguments, *constants.values()), options, key))
 
     monkeypatch.setattr(chunkwise, "launch", launch)
 
@@ -248,6 +248,11 @@ def test_every_program_that_is_launched_is_in_the_list(monkeypatch):
             chunkwise.forward(*inputs, saved, tuned=tuned)
             chunkwise.forward(*inputs, [], tuned=tuned)
             chunkwise.backward(v, state if given == 2 else None, *inputs, saved, tuned=tuned)
+            if L and offsets is None and K == 64:
+                for norms in (None, gate.new_zeros(B, T, HV, L)):
+                    chunkwise.forward(*inputs, saved, tuned=tuned, row=100)
+                    ends = {"row": 100, "norms": norms, "d_write_k": write_k}
+                    chunkwise.backward(v, None, *inputs, saved, tuned=tuned, **ends)
     assert len({kernel.__name__ for kernel, *_ in launches}) == 12
     keys: dict[Any, set[Any]] = {}
     for kernel, arguments, options, key in launches:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prism.refinement import ACTIVATIONS, l2_norm
-
 pytest.importorskip("triton")
 from prism.scan.triton.refine import refine
 
@@ -38,20 +36,6 @@ CASES = {
 }
 
 
-def reference(rows, u, v, L, K, activation, subtract, unit):
-    HV, V = v.shape[2:]
-    keys, gains, gates, _ = rows.split(
-        [HV * L * K, HV * L * V, HV * L, rows.shape[-1] - HV * L * (K + V + 1)], -1
-    )
-    keys, gains = (x.unflatten(-1, (HV, L, -1)) for x in (keys, gains))
-    r, writes = v if u is None else v - u, []
-    for l in range(L):
-        delta = ACTIVATIONS[activation](gains[..., l, :] * r)
-        writes.append(gates.sigmoid().unflatten(-1, (HV, L))[..., l, None] * delta)
-        r = r - delta if subtract else r
-    return l2_norm(keys) if unit else keys, torch.stack(writes, 3)
-
-
 def make(case, dtype, device="cpu", seed=0):
     """rows (a view into longer ones), u, v and the options of a call."""
     B, T, HV, K, V, L, behind, activation, subtract, unit, anchored = CASES[case]
@@ -68,10 +52,10 @@ def relative(found, exact):
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("case", CASES)
-def test_equals_the_definition(case, device, dtype):
+def test_equals_the_definition(case, device, dtype, refine_reference):
     inputs, R, options = make(case, dtype, device)
     exact = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
-    want = reference(exact[0][..., :R], *exact[1:], *options)
+    want = refine_reference(exact[0][..., :R], *exact[1:], *options)
     found = refine(inputs[0][..., :R], *inputs[1:], *options)
     g = torch.Generator().manual_seed(1)
     grads = [torch.randn(t.shape, generator=g).to(device, dtype) for t in found]

@@ -83,6 +83,19 @@ def store_columns(base, tile, stride, left, c0, width: tl.constexpr, C: tl.const
 
 
 @triton.jit
+def write_keys(first, head, l, row, HV, L, K: tl.constexpr):
+    """Where key l of a token and head is, and elements from one token to the next. Keys are dense, or stand
+    first in rows of 8 `row` elements (in eights: the compiler then knows that they start on 16 bytes)."""
+    if row is None:
+        place = ((first * HV + head) * L + l) * K
+        stride = HV * L * K
+    else:
+        stride = row * 8
+        place = first * stride + (head * L + l) * K
+    return place, stride
+
+
+@triton.jit
 def state_offsets(v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     """Offsets [BK, BV] into one [K, V] state from column v0 on, and the mask of those that exist."""
     rows = tl.arange(0, BK)[:, None]

@@ -23,6 +23,7 @@ from prism.scan.triton._chunks import (
     state_offsets,
     store_columns,
     store_rows,
+    write_keys,
 )
 
 
@@ -98,15 +99,19 @@ def _store_gate_grad(base, stride, pairs, kept, left, C: tl.constexpr):
     tl.store(base + (rows + 1) * stride, crossing, mask=rows + 1 < tl.minimum(left, C))
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L"])
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L", "row"])
 def writes_grad_kernel(
-    q, k, log_decay, write_k, write_v, do, dv, d_states, d_write_k, d_write_v, by_writes, gate_grad, spans,
-    scale, T, chunks_per_row, H, HV, L,
+    q, k, log_decay, write_k, write_v, norms, do, dv, d_states, d_write_k, d_write_v, by_writes, gate_grad,
+    spans, scale, T, chunks_per_row, H, HV, L, row,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """d_write_k, d_write_v; by_writes [tokens, HV, L, 2, C], the gradients of q . x and of k . x; gate_grad
-    [tokens, HV, L], the share of d_log_decay. One program: chunk, value head, write."""
+    [tokens, HV, L], the share of d_log_decay. One program: chunk, value head, write.
+
+    norms [tokens, HV, L], where given, are |x|^-2, and write_v is w / |x|, of a write w (x / |x|)^T:
+    d_write_k is then the gradient of x for a given w, d_write_v still that of write_v.
+    """
     l = tl.program_id(0) % L
     head = tl.program_id(0) // L % HV
     chunk = tl.program_id(0) // L // HV
@@ -119,7 +124,8 @@ def writes_grad_kernel(
     own = gate * L + l
     cell = (chunk.to(tl.int64) * HV + head) * K * V
     rows = tl.arange(0, C)
-    x = load_rows(write_k + own * K, HV * L * K, left, 0, K, C, BK)
+    place, stride = write_keys(first, head, l, row, HV, L, K)
+    x = load_rows(write_k + place, stride, left, 0, K, C, BK)
 
     d_by_q = tl.zeros((C, C), tl.float32)
     d_by_k = tl.zeros((C, C), tl.float32)
@@ -151,12 +157,16 @@ def writes_grad_kernel(
         d_x = tl.dot(d_state, tl.trans(w), d_x, input_precision=DOT)
     rest = decay(last_of(total, C) - total)
     d_x *= rest[None, :]
-    x_columns = load_columns(write_k + own * K, HV * L * K, left, 0, K, C, BK)
-    kept = tl.sum(d_x * x_columns.to(tl.float32), axis=0)
+    x_columns = load_columns(write_k + place, stride, left, 0, K, C, BK).to(tl.float32)
+    kept = tl.sum(d_x * x_columns, axis=0)
     _store_gate_grad(gate_grad + own, HV * L, pairs, kept, left, C)
     d_x = tl.dot(tl.trans(queries), d_by_q.to(x.dtype), d_x, input_precision=DOT)
     d_x = tl.dot(tl.trans(keys), d_by_k.to(x.dtype), d_x, input_precision=DOT)
-    store_columns(d_write_k + own * K, d_x, HV * L * K, left, 0, K, C, BK)
+    if norms is not None:
+        x_columns = load_columns(write_k + place, stride, left, 0, K, C, BK).to(tl.float32)
+        along = tl.sum(d_x * x_columns, axis=0) * load_column(norms + own, HV * L, left, C)
+        d_x -= x_columns * along[None, :]
+    store_columns(d_write_k + place, d_x, stride, left, 0, K, C, BK)
 
     for v0 in range(0, V, BV):
         at, exists = state_offsets(v0, K, V, BK, BV)
@@ -208,10 +218,10 @@ def scores_grad_kernel(
     _store_gate_grad(gate_grad + gate, HV, pairs * b[None, :], tl.zeros((C,), tl.float32), left, C)
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L"])
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L", "row"])
 def queries_grad_kernel(
     q, k, grown, states, write_k, do, by_scores, by_writes, dq, reads, spans,
-    scale, T, chunks_per_row, H, HV, L,
+    scale, T, chunks_per_row, H, HV, L, row,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, WHOLE: tl.constexpr, DOT: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
@@ -241,17 +251,18 @@ def queries_grad_kernel(
     d_q = tl.dot(tl.trans(keys), tl.trans(by_seen), d_q, input_precision=DOT)
     if WRITES:
         for l in range(L):
-            x = load_rows(write_k + (gate * L + l) * K, HV * L * K, left, 0, K, C, BK)
+            place, stride = write_keys(first, head, l, row, HV, L, K)
+            x = load_rows(write_k + place, stride, left, 0, K, C, BK)
             by_q = load_rows(by_writes + (gate * L + l) * 2 * C, HV * L * 2 * C, left, 0, C, C, C)
             d_q = tl.dot(tl.trans(x), tl.trans(by_q), d_q, input_precision=DOT)
     store_columns(dq + gate * K, d_q, HV * K, left, 0, K, C, BK)
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L", "slices"])
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L", "slices", "row"])
 def keys_grad_kernel(
     q, k, beta, grown, rest, error, states, write_k, dv, d_states, by_scores, by_writes, gate_grad,
     write_gate_grad, beta_grad, reads, kept, dk, d_log_decay, d_beta, spans,
-    T, chunks_per_row, H, HV, L, slices,
+    T, chunks_per_row, H, HV, L, slices, row,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, WHOLE: tl.constexpr, DOT: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
@@ -305,7 +316,8 @@ def keys_grad_kernel(
     gate_share = tl.load(gate_grad + gate + (rows + 1) * HV, mask=next_inside, other=0.0)
     if WRITES:
         for l in range(L):
-            x = load_rows(write_k + (gate * L + l) * K, HV * L * K, left, 0, K, C, BK)
+            place, stride = write_keys(first, head, l, row, HV, L, K)
+            x = load_rows(write_k + place, stride, left, 0, K, C, BK)
             by_k = load_rows(by_writes + (gate * L + l) * 2 * C + C, HV * L * 2 * C, left, 0, C, C, C)
             d_k = tl.dot(tl.trans(x), tl.trans(by_k), d_k, input_precision=DOT)
             share = write_gate_grad + gate * L + l + (rows + 1) * HV * L

@@ -35,6 +35,7 @@ from prism.scan.triton._chunks import (
     state_offsets,
     store_columns,
     store_rows,
+    write_keys,
 )
 
 
@@ -154,9 +155,10 @@ def prepare_kernel(
     _invert(alike, own, solve + gate * C, HV * C, left, C, DOT)
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L"])
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L", "row"])
 def writes_kernel(
     k, v, log_decay, write_k, write_v, target, write_state, spans, T, chunks_per_row, H, HV, L,
+    row,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -181,7 +183,8 @@ def writes_kernel(
     from_k = tl.zeros((BV, C), tl.float32)
     added = tl.zeros((BK, BV), tl.float32)
     for l in range(L):
-        x = load_rows(write_k + (gate * L + l) * K, HV * L * K, left, 0, K, C, BK)
+        place, stride = write_keys(first, head, l, row, HV, L, K)
+        x = load_rows(write_k + place, stride, left, 0, K, C, BK)
         w = load_rows(write_v + (gate * L + l) * V, HV * L * V, left, v0, V, C, BV)
         seen = tl.dot(x, tl.trans(keys), input_precision=DOT) * gamma
         from_k = tl.dot(tl.trans(w), seen.to(w.dtype), from_k, input_precision=DOT)
@@ -253,10 +256,10 @@ def scan_kernel(
     tl.store(final + own + at, state, mask=exists)
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L"])
+@triton.jit(do_not_specialize=["T", "chunks_per_row", "H", "HV", "L", "row"])
 def output_kernel(
     q, log_decay, beta, scores, grown, error, states, write_k, write_v, o, spans, scale, T,
-    chunks_per_row, H, HV, L,
+    chunks_per_row, H, HV, L, row,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -285,7 +288,8 @@ def output_kernel(
     total = cumulative(load_column(log_decay + gate, HV, left, C), WIDE)
     gamma = pair_decay(total[None, :], total[:, None], rows[:, None] <= rows[None, :]) * scale
     for l in range(L):
-        x = load_rows(write_k + (gate * L + l) * K, HV * L * K, left, 0, K, C, BK)
+        place, stride = write_keys(first, head, l, row, HV, L, K)
+        x = load_rows(write_k + place, stride, left, 0, K, C, BK)
         w = load_rows(write_v + (gate * L + l) * V, HV * L * V, left, v0, V, C, BV)
         by_q = tl.dot(x, tl.trans(queries), input_precision=DOT) * gamma
         out = tl.dot(tl.trans(w), by_q.to(w.dtype), out, input_precision=DOT)

@@ -77,7 +77,8 @@ def _shared_memory(device: int) -> int:
     return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
-def _choose(q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | None) -> ModuleType:
+def choose_for(q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | None) -> ModuleType:
+    """The implementation that runs these inputs here."""
     B, T, _, K = q.shape
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     L = 0 if write_k is None else write_k.shape[3]
@@ -102,7 +103,7 @@ def _run(
     save: bool,
 ) -> list[Tensor]:
     inputs = [_dense(x) for x in (q, k, v, log_decay, beta, write_k, write_v)]
-    implementation = _choose(q, v, write_k, cu_seqlens)
+    implementation = choose_for(q, v, write_k, cu_seqlens)
     saved = implementation.allocate(q, v, write_k, cu_seqlens) if save else []
     o, state = implementation.forward(*inputs, scale, _dense(initial_state), _dense(cu_seqlens), saved)
     return [o, state, *saved]
@@ -113,7 +114,7 @@ _scan = torch.library.custom_op("prism::triton_scan", _run, mutates_args=())
 
 @_scan.register_fake
 def _(q, k, v, log_decay, beta, write_k, write_v, scale, initial_state, cu_seqlens, save):
-    saved = _choose(q, v, write_k, cu_seqlens).allocate(q, v, write_k, cu_seqlens) if save else []
+    saved = choose_for(q, v, write_k, cu_seqlens).allocate(q, v, write_k, cu_seqlens) if save else []
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = q.new_empty(N, v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
     return [v.new_empty(v.shape), state, *saved]
@@ -135,7 +136,7 @@ def _run_backward(
     saved: list[Tensor],
 ) -> list[Tensor]:
     inputs = [_dense(x) for x in (do, dstate, q, k, v, log_decay, beta, write_k, write_v)]
-    implementation = _choose(q, v, write_k, cu_seqlens)
+    implementation = choose_for(q, v, write_k, cu_seqlens)
     grads = implementation.backward(*inputs, scale, _dense(initial_state), _dense(cu_seqlens), saved)
     return [g for g in grads if g is not None]
 

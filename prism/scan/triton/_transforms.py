@@ -33,11 +33,19 @@ def fold(E: int, dims: Sequence[int | None], inputs: Sequence[Any]) -> list[Any]
 
 
 def folded_call(
-    run: Callable[..., Sequence[Tensor]], info: Any, dims: Sequence[int | None], *args: Any
-) -> tuple[list[Tensor], list[int]]:
-    """The vmap rule of an operator that returns several tensors whose first dimension is the batch."""
+    run: Callable[..., Sequence[Tensor]],
+    info: Any,
+    dims: Sequence[int | None],
+    *args: Any,
+    results: int | None = None,
+) -> tuple[list[Tensor], list[int | None]]:
+    """The vmap rule of an operator that returns several tensors whose first dimension is the batch. Those
+    behind the first `results` stay folded, for a folded backward call to read."""
     made = run(*fold(info.batch_size, dims, args))
-    return [x.unflatten(0, (info.batch_size, -1)) for x in made], [0] * len(made)
+    count = len(made) if results is None else results
+    unfolded = [x.unflatten(0, (info.batch_size, -1)) for x in made[:count]]
+    rest = list(made[count:])
+    return [*unfolded, *rest], [0] * count + [None] * len(rest)  # type: ignore[list-item]
 
 
 class _Once(torch.autograd.Function):

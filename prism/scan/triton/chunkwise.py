@@ -282,8 +282,9 @@ def allocate(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, write_k: Tensor | None,
     write_v: Tensor | None, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    saved: list[Tensor], *, tuned: Tuning | None = None,
+    saved: list[Tensor], *, tuned: Tuning | None = None, row: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """row: write_k stands first in rows of 8 `row` elements a token; `widths` are K and V then."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     if widths(q.dtype, K, V) != (K, V):
@@ -332,7 +333,7 @@ def forward(
         _run(
             writes_kernel, where.chunks * HV * triton.cdiv(V, at.v_block), at,
             (k, v, log_decay, write_k, write_v, target, write_state, where.spans, T, where.chunks_per_row, H,
-             HV, L),
+             HV, L, row),
             K=K, V=V, C=C, BK=BK, BV=at.v_block, **modes,
         )  # fmt: skip
 
@@ -368,7 +369,8 @@ def forward(
         at = tuned.output
         _run(
             output_kernel, where.chunks * HV * triton.cdiv(V, at.v_block), at,
-            (q, log_decay, beta, scores, grown, error, states, write_k, write_v, o, *tokens, L),
+            (q, log_decay, beta, scores, grown, error, states, write_k, write_v, o, *tokens, L,
+             row),
             K=K, V=V, C=C, BK=BK, BV=at.v_block, **modes,
         )  # fmt: skip
     return o, final if last is None else final[last]
@@ -393,7 +395,10 @@ def backward(
     do: Tensor | None, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor,
     beta: Tensor, write_k: Tensor | None, write_v: Tensor | None, scale: float, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, saved: list[Tensor], *, tuned: Tuning | None = None,
+    row: int | None = None, norms: Tensor | None = None, d_write_k: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """row: as in `forward`, and d_write_k, to be filled, has such rows too. norms: as in
+    `writes_grad_kernel`."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     do = torch.zeros_like(v) if do is None else do
@@ -453,16 +458,17 @@ def backward(
     if first is not None:
         d_initial = d_initial[first]
 
-    d_write_k = d_write_v = by_writes = write_gate_grad = None
+    d_write_v = by_writes = write_gate_grad = None
     if write_k is not None and write_v is not None:
         at = tuned.writes_grad
-        d_write_k, d_write_v = torch.empty_like(write_k), torch.empty_like(write_v)
+        d_write_k = torch.empty_like(write_k) if d_write_k is None else d_write_k
+        d_write_v = torch.empty_like(write_v)
         by_writes = q.new_empty(B, T, HV, L, 2, C)
         write_gate_grad = q.new_empty(B, T, HV, L, dtype=torch.float32)
         _run(
             writes_grad_kernel, where.chunks * HV * L, at,
-            (q, k, log_decay, write_k, write_v, do, dv, d_states, d_write_k, d_write_v, by_writes,
-             write_gate_grad, *tokens, L),
+            (q, k, log_decay, write_k, write_v, norms, do, dv, d_states, d_write_k, d_write_v, by_writes,
+             write_gate_grad, *tokens, L, row),
             K=K, V=V, C=C, BK=BK, BV=at.v_block, **modes,
         )  # fmt: skip
 
@@ -480,7 +486,8 @@ def backward(
     dq = q.new_empty(B, T, HV, K, dtype=q.dtype if HV == H else torch.float32)
     _run(
         queries_grad_kernel, where.chunks * HV, at,
-        (q, k, grown, states, write_k, do, by_scores, by_writes, dq, reads, *tokens, L),
+        (q, k, grown, states, write_k, do, by_scores, by_writes, dq, reads, *tokens, L,
+         row),
         K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=packed, WHOLE=whole, DOT=dot, WRITES=writes,
     )  # fmt: skip
 
@@ -491,7 +498,7 @@ def backward(
         keys_grad_kernel, where.chunks * HV, at,
         (q, k, beta, grown, rest, error, states, write_k, dv, d_states, by_scores, by_writes, gate_grad,
          write_gate_grad, beta_grad, reads, kept, dk, d_log_decay, d_beta, where.spans, T,
-         where.chunks_per_row, H, HV, L, slices),
+         where.chunks_per_row, H, HV, L, slices, row),
         K=K, V=V, C=C, BK=BK, BV=at.v_block, PACKED=packed, WHOLE=whole, DOT=dot, WRITES=writes,
     )  # fmt: skip
     if HV != H:

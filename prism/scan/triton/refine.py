@@ -54,6 +54,19 @@ def refine(
     Raises:
         ValueError: an unknown activation, L = 0, a shape that does not fit, rows that are too short, float64.
     """
+    check_rows(rows, u, v, steps, key_width, activation, minus_u, v_again)
+    if torch.float64 in (rows.dtype, v.dtype, v.dtype if u is None else u.dtype):
+        raise ValueError("rows, u, v: expected float32, bfloat16 or float16, came float64")
+    minus_u = None if u is None else minus_u
+    made = _refine(rows, u, v, minus_u, v_again, steps, key_width, activation, subtract, unit)
+    return made[0], made[1]
+
+
+def check_rows(
+    rows: Tensor, u: Tensor | None, v: Tensor, steps: int, key_width: int, activation: str,
+    minus_u: Tensor | None, v_again: Tensor | None,
+) -> None:  # fmt: skip
+    """Raises ValueError for an activation or a shape that `refine` does not take."""
     HV, V = v.shape[2:]
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, came {activation!r}")
@@ -71,16 +84,11 @@ def refine(
     for name, x in (("minus_u", minus_u), ("v_again", v_again)):
         if x is not None and x.shape != v.shape:
             raise ValueError(f"{name}: expected the shape of v, {list(v.shape)}, came {list(x.shape)}")
-    if torch.float64 in (rows.dtype, v.dtype, v.dtype if u is None else u.dtype):
-        raise ValueError("rows, u, v: expected float32, bfloat16 or float16, came float64")
-    minus_u = None if u is None else minus_u
-    made = _refine(rows, u, v, minus_u, v_again, steps, key_width, activation, subtract, unit)
-    return made[0], made[1]
 
 
-def _launch(
-    kernel: Any, rows: Tensor, u: Tensor | None, v: Tensor, others: tuple[Tensor, ...], steps: int,
-    key_width: int, activation: str, subtract: bool, unit: bool,
+def run_rows(
+    kernel: Any, rows: Tensor, u: Tensor | None, v: Tensor, others: tuple[Tensor | None, ...], steps: int,
+    key_width: int, activation: str, subtract: bool, unit: bool, keys: bool = True,
 ) -> None:  # fmt: skip
     B, T, HV, V = v.shape
     count, BK, BV = B * T * HV, triton.next_power_of_2(key_width), triton.next_power_of_2(V)
@@ -89,10 +97,10 @@ def _launch(
         "HV": HV, "L": steps, "K": key_width, "V": V,
         "PAD": rows.shape[-1] - HV * steps * (key_width + V + 1), "R": R, "BK": BK, "BV": BV,
         "stride": rows.stride(1), "PHI": activation, "SUBTRACT": subtract, "ANCHORED": u is not None,
-        "UNIT": unit,
+        "UNIT": unit, "KEYS": keys,
     }  # fmt: skip
     tensors = (rows, v if u is None else u, v, *others)
-    key = (*(x.dtype for x in tensors), *constants.values())
+    key = (*(None if x is None else x.dtype for x in tensors), *constants.values())
     launch(kernel, (triton.cdiv(count, R), 1), key, (*tensors, count), constants, {"num_warps": 4})
 
 
@@ -107,7 +115,7 @@ def _refine(
 ) -> list[Tensor]:  # fmt: skip
     rows, u, v = _dense(rows, u, v)
     made = [rows.new_empty(*v.shape[:3], steps, width) for width in (key_width, v.shape[3])]
-    _launch(refine_kernel, rows, u, v, tuple(made), steps, key_width, activation, subtract, unit)
+    run_rows(refine_kernel, rows, u, v, (*made, None), steps, key_width, activation, subtract, unit)
     return made
 
 
@@ -118,8 +126,8 @@ def _refine_backward(
 ) -> list[Tensor]:  # fmt: skip
     rows, u, v = _dense(rows, u, v)
     made = [rows.new_empty(rows.shape), v.new_empty(v.shape)]
-    others = (d_write_k.contiguous(), d_write_v.contiguous(), *made)
-    _launch(refine_grad_kernel, rows, u, v, others, steps, key_width, activation, subtract, unit)
+    others = (d_write_k.contiguous(), d_write_v.contiguous(), None, *made)
+    run_rows(refine_grad_kernel, rows, u, v, others, steps, key_width, activation, subtract, unit)
     return made
 
 
