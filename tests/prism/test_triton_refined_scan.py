@@ -66,7 +66,7 @@ def make(case, dtype, device, seed=0):
         "q": normal(B, T, H, K).to(dtype),
         "k": norm(normal(B, T, H, K)).to(dtype),
         "v": normal(B, T, HV, V).to(dtype),
-        "log_decay": -torch.rand(B, T, HV, generator=g),
+        "log_decay": -0.1 * torch.rand(B, T, HV, generator=g),  # much is left of a state after a chunk
         "beta": torch.rand(B, T, HV, generator=g),
         # Keys of many lengths: their norm goes into the values.
         "rows": (normal(B, T, HV * L * (K + V + 1) + behind) * normal(B, T, 1).exp()).to(dtype),
@@ -146,8 +146,7 @@ def test_in_two_levels(device, dtype, monkeypatch):
     got = torch.autograd.grad(found, given(inputs), grads)
     for f, w in zip((*found, *got), (*want, *wanted), strict=True):
         assert relative(f, w.double()) < BOUNDS[dtype][1]
-    if dtype == torch.bfloat16:  # in float32 the same sums may come out the same
-        assert not torch.equal(found[1], want[1])
+    assert not torch.equal(found[1], want[1])  # other sums
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

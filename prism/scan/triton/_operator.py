@@ -72,9 +72,14 @@ ROOM = 210_000
 
 
 @cache
+def _read_shared_memory(device: int) -> int:
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+@torch.compiler.assume_constant_result
 def _shared_memory(device: int) -> int:
     """Bytes that a block may ask for, which Triton checks before a launch."""
-    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+    return _read_shared_memory(device)
 
 
 def choose_for(q: Tensor, v: Tensor, write_k: Tensor | None, cu_seqlens: Tensor | None) -> ModuleType:
