@@ -50,7 +50,7 @@ from prism.mixer import MIXERS, register
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from _model_report import figure, table
-from _turns import Part, report, take_turns, wait_for_turn
+from _turns import Part, report, take_turns, wait_for_turn, with_kept
 from bench_scan_tiny import tune_quickly, version
 
 NEEDS_GPU = True
@@ -385,7 +385,10 @@ def scan_of(arm: Arm, T: int) -> str:
     return choose(TOKENS, TOKENS // T, heads, width, width, arm.L).__name__.rsplit(".", 1)[-1]
 
 
-def run(names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(
+    names: list[str], args: argparse.Namespace, write: Callable[[list[dict[str, Any]]], object]
+) -> list[dict[str, Any]]:
+    """The rows of the named arms; `write` gets those measured so far after every turn."""
     command = [sys.executable, __file__, "--out", str(args.out), "--steps", str(args.steps), "--lengths"]
     command += [*map(str, args.lengths), *(["--modes", *args.modes] if args.modes else [])]
     command += ["--profiles", str(args.profiles)] if args.profiles else []
@@ -395,8 +398,7 @@ def run(names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
         if ARMS[name].mixer == "fla":
             env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", "."), str(args.peers.resolve())])
         parts.append(Part(name, [*command, "--part", name], env))
-    # Its parts write every row on their own.
-    return take_turns(parts, args.seconds, args.turn, None, lambda rows: None)
+    return take_turns(parts, args.seconds, args.turn, None, write)
 
 
 def main() -> None:
@@ -411,6 +413,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=900, help="for all parts to compile; others end")
     parser.add_argument("--turn", type=float, default=120, help="seconds for one part to be timed")
     parser.add_argument("--out", type=Path, default=RESULTS / "model_h200.json")
+    parser.add_argument("--keep", type=Path, help="earlier results, for the rows that are not run now")
     parser.add_argument("--profiles", type=Path, help="folder for a list of kernels a row, at T = 4,096")
     parser.add_argument("--figure", action="store_true", help="run nothing, draw what --out holds")
     parser.add_argument("--part", choices=ARMS, help=argparse.SUPPRESS)
@@ -429,7 +432,7 @@ def main() -> None:
                 folder.mkdir(parents=True, exist_ok=True)
         lines = args.out.with_suffix(".jsonl")
         lines.unlink(missing_ok=True)
-        rows = run(parts, args)
+        kept = json.loads(args.keep.read_text())["rows"] if args.keep else []
         if args.peers:
             sys.path.append(str(args.peers))
         document = {
@@ -439,9 +442,15 @@ def main() -> None:
             "tokens_a_batch": TOKENS,
             "size": vars(FULL_SIZE),
             "precision": "float32 weights and residual stream, bfloat16 autocast, fused AdamW",
-            "rows": rows,
         }
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+
+        def write(rows: list[dict[str, Any]]) -> None:
+            if any("ms" in row for row in rows):  # nothing measured takes the place of no earlier result
+                merged = with_kept(kept, rows, ("arm", "mode", "T"), "ms")
+                args.out.write_text(json.dumps(document | {"rows": merged}, indent=1) + "\n")
+
+        if not any("ms" in row for row in run(parts, args, write)):
+            parser.exit(1, f"nothing was measured, the wait for parts being --seconds {args.seconds:.0f}\n")
         lines.unlink(missing_ok=True)
     document = json.loads(args.out.read_text())
     print(table(document["rows"]))

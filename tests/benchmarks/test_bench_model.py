@@ -113,6 +113,36 @@ def test_the_best_mode_of_an_arm_is_what_is_compared(bench):
     assert bench.table(rows).count("(launched)") == 1
 
 
+def test_what_measures_nothing_leaves_earlier_results_alone(bench, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "model.json"
+    earlier = {"rows": [{"arm": "L = 0", "mode": "compiled", "T": 2048, "ms": 1.0}]}
+    out.write_text(json.dumps(earlier))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    turns = [[], [{"arm": "L = 1", "mode": "compiled", "T": 2048, "failed": "out of memory"}]]
+
+    def run(names, args, write):
+        write(turns[0])
+        return turns[0]
+
+    monkeypatch.setattr(bench, "run", run)
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["bench_model.py", "--out", str(out), "--keep", str(out)])
+        with pytest.raises(SystemExit) as ended:
+            bench.main()
+        assert ended.value.code == 1
+        assert "nothing was measured" in capsys.readouterr().err
+        assert json.loads(out.read_text()) == earlier
+        turns.pop(0)
+    row = {"arm": "L = 1", "mode": "compiled", "T": 2048, "ms": 2.0, "parameters": 1, "scan": "x"}
+    row |= {"tokens_per_second": 1.0, "ms_launched": 1.0, "peak_gib": 1.0, "check": {"gradient_error": 0.0}}
+    earlier["rows"][0] |= {k: v for k, v in row.items() if k not in earlier["rows"][0]}
+    out.write_text(json.dumps(earlier))
+    turns.append([row])
+    bench.main()
+    assert [r["arm"] for r in json.loads(out.read_text())["rows"]] == ["L = 0", "L = 1"]
+
+
 @pytest.mark.skipif(not (ROOT / "benchmarks/results/model_h200.json").exists(), reason="not measured yet")
 def test_results_name_their_arms_and_counts(bench, tmp_path):
     document = json.loads((ROOT / "benchmarks/results/model_h200.json").read_text())

@@ -104,6 +104,23 @@ def test_figures_of_long_sequences_are_those_of_the_benchmarks():
         line = next(x for x in README.splitlines() if x.startswith(shown))
         target = float((line.split("|")[-2].split("x")[0]).strip() or 0)
         assert ("missed" in line) == (min(launched, alone) < target), line
+    others = [
+        [scan[kernel, shape, L] for kernel, L in (("prism", 0), ("prism", 2), ("fla", 0))]
+        for shape in ("8x2048x32x64", "1x32768x16x128", "8x1024x8x64")
+    ]
+    for label, which, key in (
+        ("(8, 1024, 8, 64), forward", 0, "forward"),
+        ("the same, forward + backward", 0, "both"),
+        ("L = 2 against fla's L = 0 there, forward + backward", 1, "both"),
+    ):
+        ratios = [[rows[2][k] / rows[which][k] for rows in others] for k in (key, f"gpu_{key}")]
+        shown = " | ".join(", ".join(f"{ratio:.2f}x" for ratio in column) for column in ratios)
+        line = next(x for x in README.splitlines() if f"{label} | {shown} | " in x)
+        target = float(line.split("|")[-2].split("x")[0].strip())
+        below = sum(ratio < target for ratio in ratios[1])
+        assert ("missed by the kernels alone in two" in line) == (below == 2)
+        assert below in (0, 2)
+        assert min(ratios[0]) >= target
     assert f"| peak memory, L = 0, against fla | {ours['peak_mib'] / fla['peak_mib']:.2f}x |" in README
     B, T, H, D = 4, 4096, 16, 128
     floor_ms = 1e3 * B * T * H * (4 * 2 * D + 2 * 4) / 4.27e12  # bench_scan.floor_ms
