@@ -116,7 +116,7 @@ class PrismCache(NamedTuple):
 
 def _hooked(*modules: nn.Module | None) -> bool:
     """Whether PyTorch's own hooks look on at a module, or change what it takes or gives."""
-    return any(
+    return bool(nn.modules.module._has_any_global_hook()) or any(
         bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
         for m in modules
         if m is not None
@@ -280,7 +280,7 @@ class PrismMixer(nn.Module):
         """Whether refinement and scan run as one operator: where the scan takes k, v, beta and the writes as
         they are, and its kernels work on chunks."""
         config, refine = self.config, self.refine
-        if refine is None or config.erase in ("none", "step") or not config.base_write:
+        if type(refine) is not Refinement or config.erase in ("none", "step") or not config.base_write:
             return False
         if config.anchor == "state" or not refine.in_one_kernel():
             return False

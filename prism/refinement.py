@@ -237,9 +237,10 @@ class Refinement(nn.Module):
         writes too to itself."""
         from prism.scan.triton.refined_scan import refined_scan
 
-        config, rows = self.config, padded_linear(u.flatten(-2), self.proj)
+        config, rows = self.config, padded_linear(u.flatten(-2), self.proj).to(q.dtype)
         options = config.n_refine, config.activation, config.residual == "subtract", config.refine_key_norm
-        given = rows, u if self._anchored() else None, *options, minus_u, v_again
+        # A convolution that goes on from a cache gives float32 under autocast.
+        given = rows, u.to(q.dtype) if self._anchored() else None, *options, minus_u, v_again
         return refined_scan(q, k, v, log_decay, beta, *given, scale=config.scale, initial_state=state)
 
     def _anchored(self) -> bool:

@@ -7,6 +7,9 @@ filled with NaN.
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -37,6 +40,7 @@ CASES = {
     "whole_chunks": ((1, 64, 1, 1, 8, 16), (2, 640, 2, 2, 64, 128), 1, 0, "gelu", True, True, True, False),
     "three_steps": ((1, 40, 1, 1, 8, 8), (1, 4000, 1, 1, 128, 64), 3, 5, "silu", True, True, True, True),
     "short": ((2, 5, 1, 1, 8, 8), (2, 130, 2, 2, 64, 64), 2, 4, "gelu", True, True, True, True),
+    "three_chunks": ((1, 70, 1, 1, 8, 8), (2, 700, 2, 4, 128, 128), 2, 4, "gelu", True, True, True, True),
     "bare_keys": ((2, 20, 2, 2, 8, 8), (2, 550, 2, 2, 64, 64), 2, 60, "tanh", False, False, False, True),
 }
 
@@ -137,7 +141,7 @@ def test_without_gradients_the_same_bits(device, dtype):
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_in_two_levels(device, dtype, monkeypatch):
     """Segments of two chunks, as `segment_chunks` makes them where sequences are few and long."""
-    inputs, options = make("default", dtype, device)
+    inputs, options = make("three_chunks", dtype, device)
     want = run(inputs, options)
     grads = upstream(want)
     wanted = torch.autograd.grad(want, given(inputs), grads)
@@ -234,6 +238,47 @@ def test_differentiating_twice_is_an_error():
 
 
 @pytest.mark.interpreter
+def test_vmap_over_the_backward_pass_alone_is_an_error():
+    """What was saved is of one forward pass: read as if of two, it would end too early."""
+    inputs, options = make("short", torch.float32, "cpu")
+    o = run(inputs, options)[0]
+    with pytest.raises(RuntimeError, match=r"refined_scan_backward|vmap over the backward pass alone"):
+        torch.autograd.grad(o, [inputs["k"]], torch.stack([o, -o]).detach(), is_grads_batched=True)
+    q, k, v, *gates = [x.detach() for x in list(inputs.values())[:5]]
+    with pytest.raises(RuntimeError, match="no vmap over the backward pass alone"):
+        torch.func.jacrev(lambda k: prism_scan(q, k, v, *gates, backend="triton")[0].sum((0, 2, 3)))(k)
+
+
+@pytest.mark.interpreter
+def test_a_single_token_whose_stride_is_odd():
+    inputs, options = make("short", torch.float32, "cpu")
+    tokens = {n: x[:, :1].contiguous() for n, x in inputs.items() if n != "initial_state"}
+    tokens = {**tokens, "initial_state": inputs["initial_state"]}
+    want = run(tokens, options)[0]
+    B, _, R = tokens["rows"].shape
+    odd = tokens["rows"].detach().as_strided((B, 1, R), (R, 3 * R, 1))
+    assert odd.is_contiguous()
+    assert odd.stride(1) != odd.shape[-1]
+    assert torch.equal(run(tokens | {"rows": odd}, options)[0], want)
+
+
+def test_an_anchor_in_float32_is_cast(monkeypatch):
+    """A convolution that goes on from a cache gives one under autocast."""
+    from prism.scan.triton import refined_scan as module
+
+    mixer = models()[1].blocks[0].mixer
+    seen = {}
+    monkeypatch.setattr(
+        module, "refined_scan", lambda *a, **k: seen.update(zip(("rows", "u"), a[5:7], strict=True))
+    )
+    q = torch.zeros(1, 3, 2, 16, dtype=torch.bfloat16)
+    u = torch.zeros(1, 3, 2, 16)
+    gates = torch.zeros(1, 3, 2)
+    mixer.refine.scan_in_one(u, q, q, q, gates, gates, None, None, None)
+    assert seen["rows"].dtype == seen["u"].dtype == torch.bfloat16
+
+
+@pytest.mark.interpreter
 def test_wrong_inputs_are_named(monkeypatch):
     inputs, options = make("default", torch.float32, "cpu")
     with pytest.raises(
@@ -292,7 +337,7 @@ VARIANTS = {
     "additive": ({"erase": "none"}, False),
     "no_base_write": ({"base_write": False, "erase": "step"}, False),
 }
-QUICK = ("prism", "grouped_values_unanchored", "low_rank")
+QUICK = ("prism",)
 
 
 @pytest.mark.interpreter
@@ -336,6 +381,11 @@ def test_hooks_see_what_one_operator_would_keep_to_itself(calls):
     kernels.blocks[0].mixer.refine.register_forward_hook(lambda m, a, out: seen.append(out.write_k))
     kernels(x)
     torch.testing.assert_close(seen[0], want[name], atol=2e-5, rtol=1e-4)
+    kernels = models()[1]
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda m, a, out: seen.append(type(m)))
+    with contextlib.closing(SimpleNamespace(close=handle.remove)):
+        kernels(x)
+    assert type(kernels.blocks[0].mixer.refine) in seen
     assert not calls
 
 

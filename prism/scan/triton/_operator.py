@@ -211,6 +211,8 @@ def _(info, in_dims, *args):
 def _(info, in_dims, *args):
     do, dstate, *inputs, saved = args
     E = info.batch_size
+    if all(dim is None for dim in in_dims[2:12]):  # `saved` is then of one forward pass, not of E
+        raise RuntimeError(ALONE)
     grads = _scan_backward(*_fold(E, in_dims[:12], inputs, (do, dstate)), saved)
     axes = [int(inputs[9] is not None)] * 7 + [0]
     present = [axis for x, axis in zip((*inputs[:7], inputs[8]), axes, strict=True) if x is not None]
@@ -242,6 +244,7 @@ def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tenso
     return *grads, None, d_initial, None, None
 
 
+ALONE = "prism_scan: backend 'triton' has no vmap over the backward pass alone, backend 'recurrent' has"
 _ONCE = "prism_scan: backend 'triton' can be differentiated once, backend 'recurrent' without limit"
 
 # For torch.compile, which cannot trace an autograd.Function under vmap.

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from prism.scan._inputs import canonical
 from prism.scan.triton import chunkwise
-from prism.scan.triton._operator import choose_for
+from prism.scan.triton._operator import ALONE, choose_for
 from prism.scan.triton._refine_kernels import refine_grad_kernel, refine_kernel
-from prism.scan.triton._transforms import folded_call
+from prism.scan.triton._transforms import folded_call, plain
 from prism.scan.triton.refine import check_rows, run_rows
 
 
@@ -70,9 +70,13 @@ def refined_scan(
         raise ValueError(f"q, v: expected {expected}, came {list(q.shape)}, {list(v.shape)} of {q.dtype}")
     if rows.shape[-1] % 8:  # keys of every token start on 16 bytes
         rows = F.pad(rows, (0, -rows.shape[-1] % 8))
-    tensors = q, k, v, log_decay, beta, rows, u, None if u is None else minus_u, v_again, initial_state
+    others = None if u is None else minus_u, v_again
+    tensors = q, k, v, log_decay, beta, rows, u, *others, initial_state
+    save = torch.is_grad_enabled()
+    if save and not torch.compiler.is_compiling() and plain(*tensors):
+        save = any(x is not None and x.requires_grad for x in tensors)
     options = steps, activation, subtract, unit, inputs.scale
-    o, state, *_ = _refined_scan(*tensors, *options, torch.is_grad_enabled())
+    o, state, *_ = _refined_scan(*tensors, *options, save)
     return o, state
 
 
@@ -80,6 +84,11 @@ def _keys(rows: Tensor, v: Tensor, steps: int, K: int) -> Tensor:
     """The keys in `rows`, [B, T, HV, L, K]."""
     HV = v.shape[2]
     return rows[..., : HV * steps * K].unflatten(-1, (HV, steps, K))
+
+
+def _in_order(rows: Tensor) -> Tensor:
+    """Rows end to end, which `contiguous()` does not promise of a single token's."""
+    return rows if rows.stride(1) == rows.shape[-1] else rows.clone(memory_format=torch.contiguous_format)
 
 
 def _ready(*tensors: Any) -> list[Any]:
@@ -95,7 +104,7 @@ def _refined_scan(
     subtract: bool, unit: bool, scale: float, save: bool,
 ) -> list[Tensor]:  # fmt: skip
     q, k, v, log_decay, beta, rows, u, initial_state = _ready(
-        q, k, v, log_decay, beta, rows, u, initial_state
+        q, k, v, log_decay, beta, _in_order(rows), u, initial_state
     )
     K = q.shape[3]
     write_v, *norms = _writes(rows, v, steps, unit)
@@ -131,7 +140,7 @@ def _refined_scan_backward(
     subtract: bool, unit: bool, scale: float, saved: list[Tensor],
 ) -> list[Tensor]:  # fmt: skip
     do, dstate, q, k, v, log_decay, beta, rows, u, initial_state = _ready(
-        do, dstate, q, k, v, log_decay, beta, rows, u, initial_state
+        do, dstate, q, k, v, log_decay, beta, _in_order(rows), u, initial_state
     )
     K = q.shape[3]
     write_v, *saved = saved
@@ -186,6 +195,10 @@ _refined_scan.register_autograd(_backward, setup_context=_setup_context)
 _refined_scan.register_vmap(
     lambda info, dims, *args: folded_call(_refined_scan, info, dims, *args, results=2)
 )
-_refined_scan_backward.register_vmap(
-    lambda info, dims, *args: folded_call(_refined_scan_backward, info, dims, *args)
-)
+
+
+@_refined_scan_backward.register_vmap
+def _(info, dims, *args):
+    if all(dim is None for dim in dims[2:10]):  # what was saved is then of one forward pass, not of all
+        raise RuntimeError(ALONE)
+    return folded_call(_refined_scan_backward, info, dims, *args)
